@@ -1,0 +1,47 @@
+# The two commands: `make demo` and `make test`. Each sets everything up on a fresh machine first.
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := $(wildcard src/unwall/native/cpp/*)
+SANITIZER_TESTS ?= tests/native tests/tiers
+
+.PHONY: demo test check native sanitize bench-native clean system
+
+demo: .venv/ready
+	$(BIN)/unwall demo
+
+test: check
+	$(BIN)/python -m pytest
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
+
+.venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(SOURCES)
+	$(MAKE) system
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# liburing gives the io_uring backend. Where it cannot be installed the thread backend does the work.
+system:
+	@test -e /usr/include/liburing.h || ! command -v apt-get > /dev/null || test "$$(id -u)" != 0 || \
+	  { apt-get update -qq && apt-get install -y -qq liburing-dev; } > /dev/null 2>&1 || \
+	  echo "liburing-dev could not be installed: building without io_uring"
+
+# The native library into the source tree, with cmake and a compiler alone: then PYTHONPATH=src is a working unwall.
+native:
+	cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release > /dev/null
+	cmake --build build/native --parallel
+	cmake --install build/native --prefix src > /dev/null
+
+sanitize: .venv/ready
+	./tools/sanitize address $(SANITIZER_TESTS)
+	./tools/sanitize thread $(SANITIZER_TESTS)
+
+bench-native: .venv/ready
+	$(BIN)/python bench/native.py
+
+clean:
+	rm -rf build .venv src/unwall/native/*.so

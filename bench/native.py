@@ -1,0 +1,246 @@
+"""Ratios of the native core to what it competes with, measured in one run on one machine.
+
+Every row interleaves its two sides and takes the median of the ratios of neighbouring rounds, because other users of the
+machine disturb both alike. Both sides get the same number of threads and, except where memory itself is measured, the same
+kind of memory. On a machine with other work, compare the best of each side as well: a ratio far from theirs is noise.
+
+    python bench/native.py [--only adamw|memory|disk] [--threads N] [--directory DIR] [--json FILE]
+"""
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from unwall.native.disk import DiskEngine, DiskFile, has_uring
+from unwall.native.memory import HostMemory
+from unwall.native.pool import AdamWStep, DType, WorkerPool, isa
+
+GIB = 1 << 30
+MIB = 1 << 20
+ADAMW_NUMEL = 64 * MIB
+ADAMW_BYTES = 26  # an element: half, remainder and two moments read and written, a bf16 gradient read
+DISK_BYTES = 4 * GIB
+REQUEST_BYTES = 64 * MIB
+BUFFER_BYTES = GIB
+BLOCK_BYTES = 4 * MIB
+DEPTH = 8
+console = Console()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table: the best of each side, and the median ratio."""
+
+    name: str
+    ours: float
+    other: float
+    unit: str
+    ratio: float
+    goal: float
+
+    @property
+    def met(self) -> bool:
+        return self.ratio >= self.goal
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def compare(name: str, goal: float, unit: str, ours: Sequence[float], other: Sequence[float]) -> Row:
+    """Rates of neighbouring rounds, higher is better."""
+    ratio = statistics.median(left / right for left, right in zip(ours, other, strict=True))
+    return Row(name=name, ours=max(ours), other=max(other), unit=unit, ratio=ratio, goal=goal)
+
+
+# ---- AdamW -----------------------------------------------------------------------------------------------------------
+
+
+def tensor(n: int, dtype: torch.dtype, pool: WorkerPool) -> torch.Tensor:
+    """On huge pages for both sides: the row is about the kernels."""
+    return torch.frombuffer(HostMemory(n * dtype.itemsize, pool).buffer(), dtype=dtype)
+
+
+def torch_step(n: int, grad: torch.Tensor, pool: WorkerPool) -> Callable[[], None]:
+    """``torch.optim.AdamW(fused=True)`` in float32 and the casts that bf16 training needs around it."""
+    param = torch.nn.Parameter(tensor(n, torch.float32, pool))
+    param.grad = tensor(n, torch.float32, pool)
+    half = tensor(n, torch.bfloat16, pool)
+    optimizer = torch.optim.AdamW([param], lr=1e-3, weight_decay=0.01, fused=True)
+    optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[param][name] = tensor(n, torch.float32, pool)
+
+    def run() -> None:
+        assert param.grad is not None
+        param.grad.copy_(grad)
+        optimizer.step()
+        half.copy_(param.detach())
+
+    return run
+
+
+def bench_adamw(threads: int, rounds: int = 15) -> list[Row]:
+    torch.set_num_threads(threads)
+    n = ADAMW_NUMEL
+    with WorkerPool(threads) as pool:
+        grad = tensor(n, torch.bfloat16, pool).normal_()
+        half, rest = tensor(n, torch.bfloat16, pool), tensor(n, torch.int16, pool)
+        exp_avg, exp_avg_sq = tensor(n, torch.float32, pool), tensor(n, torch.float32, pool)
+        source, target = tensor(n, torch.float32, pool), tensor(n, torch.float32, pool)
+        state = [part.data_ptr() for part in (half, exp_avg, exp_avg_sq, grad)]
+        step = AdamWStep(lr=1e-3, weight_decay=0.01, step=10)
+        sides = {
+            "ours": lambda: pool.adamw(*state, n, step, grad_dtype=DType.BF16, remainder=rest.data_ptr()).wait(),
+            "torch": torch_step(n, grad, pool),
+            "copy": lambda: pool.copy(target.data_ptr(), source.data_ptr(), 4 * n).wait(),
+            "torch copy": lambda: target.copy_(source),
+        }
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(rounds + 1):
+            for name, run in sides.items():
+                took = seconds(run)
+                if turn > 0:  # the first round brings pages and threads in
+                    times[name].append(took)
+    ours = [n / took / 1e9 for took in times["ours"]]
+    other = [n / took / 1e9 for took in times["torch"]]
+    rates = {name: [8 * n / took / 1e9 for took in times[name]] for name in ("copy", "torch copy")}
+    best_copy = max(rates, key=lambda name: statistics.median(rates[name]))
+    traffic = [ADAMW_BYTES * n / took / 1e9 for took in times["ours"]]
+    return [
+        compare("AdamW split, bf16 grad / torch fused + casts", 1.3, "Gelem/s", ours, other),
+        compare(f"AdamW split traffic / {best_copy}", 0.8, "GB/s", traffic, rates[best_copy]),
+    ]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def touch_rate(allocate: Callable[[], object], nbytes: int) -> float:
+    """GiB/s of the second of two allocations in a row. Both get fresh pages of this system, but on a virtual machine that
+    hands free memory back to its host, the first one also waits for the host, many times as long."""
+    allocate()
+    return nbytes / seconds(allocate) / GIB
+
+
+def bench_memory(threads: int, rounds: int = 5) -> list[Row]:
+    nbytes = (8 if psutil.virtual_memory().available > 12 * GIB else 4) * GIB
+    ours, other = [], []
+    torch.set_num_threads(1)
+    with WorkerPool(threads) as pool:
+        for _ in range(rounds):
+            ours.append(touch_rate(lambda: HostMemory(nbytes, pool), nbytes))
+            other.append(touch_rate(lambda: torch.empty(nbytes, dtype=torch.uint8).fill_(0), nbytes))
+    return [compare(f"map + touch {nbytes // GIB} GiB / torch.empty.fill_(0), 1 thread", 1.5, "GiB/s", ours, other)]
+
+
+# ---- disk ------------------------------------------------------------------------------------------------------------
+
+
+def fio_rate(path: Path, op: str) -> float:
+    """GiB/s of one pass of fio over the file."""
+    command = [
+        "fio", "--name=unwall", f"--filename={path}", f"--rw={op}", f"--bs={BLOCK_BYTES}", f"--iodepth={DEPTH}",
+        f"--size={DISK_BYTES}", "--direct=1", "--ioengine=io_uring" if has_uring() else "--ioengine=libaio",
+        "--overwrite=1", "--output-format=json",
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(output[output.index("{") :])["jobs"][0][op]["bw_bytes"]) / GIB
+
+
+def our_rate(file: DiskFile, address: int, op: str) -> float:
+    def run() -> None:
+        submit = file.read if op == "read" else file.write
+        for ticket in [submit(at, address + at % BUFFER_BYTES, REQUEST_BYTES) for at in range(0, DISK_BYTES, REQUEST_BYTES)]:
+            ticket.wait()
+
+    return DISK_BYTES / seconds(run) / GIB
+
+
+def bench_disk(directory: Path, rounds: int = 7) -> list[Row]:
+    if shutil.which("fio") is None:
+        console.print("disk: skipped, fio is not installed")
+        return []
+    backends = ["uring", "threads"] if has_uring() else ["threads"]
+    if "uring" not in backends:
+        console.print("disk: no io_uring here, thread backend only")
+    rates: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        path = Path(folder) / "blocks"
+        # Ordinary pages, as fio's buffers have: HostMemory's huge pages alone would win the row (measured: 1.4 times).
+        memory = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        first = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(first)
+        ctypes.memset(address, 1, BUFFER_BYTES)
+        options = {"threads": DEPTH, "depth": DEPTH, "queue_blocks": 4 * DISK_BYTES // BLOCK_BYTES, "block_bytes": BLOCK_BYTES}
+        engines = {name: DiskEngine(name, **options) for name in backends}
+        files = {name: engine.open([path], DISK_BYTES, BLOCK_BYTES, True) for name, engine in engines.items()}
+        our_rate(files[backends[0]], address, "write")  # blocks that were never written cost more
+        order = ["fio", *backends]
+        for _ in range(rounds):
+            order.append(order.pop(0))  # nobody always comes first
+            for op in ("read", "write"):
+                for name in order:
+                    rate = fio_rate(path, op) if name == "fio" else our_rate(files[name], address, op)
+                    rates.setdefault((name, op), []).append(rate)
+        for engine in engines.values():
+            engine.close()
+    return [
+        compare(f"disk {op}, {name} / fio", 0.95, "GiB/s", rates[name, op], rates["fio", op])
+        for op in ("read", "write")
+        for name in backends
+    ]
+
+
+# ---- report ----------------------------------------------------------------------------------------------------------
+
+
+def show(rows: Sequence[Row], threads: int) -> None:
+    table = Table(title=f"unwall native, {threads} threads, {isa()}")
+    for heading in ("measurement", "ours", "other", "unit", "ratio", "goal", ""):
+        table.add_column(heading, justify="left" if heading in ("measurement", "unit", "") else "right")
+    for row in rows:
+        mark = "[green]met" if row.met else "[red]missed"
+        table.add_row(row.name, f"{row.ours:.2f}", f"{row.other:.2f}", row.unit, f"{row.ratio:.2f}", f"{row.goal:.2f}", mark)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["adamw", "memory", "disk"])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--directory", type=Path, default=Path("."), help="where the disk is measured (default: here)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    if options.only in (None, "adamw"):
+        rows += bench_adamw(options.threads)
+    if options.only in (None, "memory"):
+        rows += bench_memory(options.threads)
+    if options.only in (None, "disk"):
+        rows += bench_disk(options.directory)
+    show(rows, options.threads)
+    if options.json is not None:
+        report = {"threads": options.threads, "isa": isa(), "rows": [asdict(row) | {"met": row.met} for row in rows]}
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The public functions."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from unwall.optim.sharded import ShardedOptimizer
+from unwall.plan import Plan, PlanError
+from unwall.runtime.engine import Engine
+from unwall.runtime.hooks import engine_of, install
+from unwall.runtime.init import Pager, whole_value
+from unwall.runtime.stats import Stats, read_stats
+from unwall.runtime.whole import lend
+from unwall.shards.build import check_fit, make_groups, plan_groups
+from unwall.shards.collectives import Ranks
+from unwall.tiers.device import DeviceTier, default_device
+
+_DATA_PARALLEL = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
+
+
+def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Partitions a model in place and returns it. ``plan=None`` leaves every choice to unwall.
+
+    One process needs nothing else. With ``torchrun`` the model is cut over the default process group, or over the
+    data-parallel dimension of ``mesh``. All ranks start from rank 0's values.
+    """
+    plan = Plan() if plan is None else plan
+    _check_plan(plan)
+    _check_model(model)
+    ranks = Ranks(_process_group(mesh))
+    device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
+    planned = plan_groups(model, plan, ranks.size)
+    check_fit(planned, plan, ranks.size)
+    groups, gradients = make_groups(planned, plan, device, ranks, lambda entry: whole_value(entry.param))
+    engine = Engine(model, plan, groups, gradients, device, ranks)
+    install(engine, model)
+    _guard_plain_optimizers()
+    return model
+
+
+@contextmanager
+def init(plan: Plan | None = None) -> Iterator[None]:
+    """Modules built inside never exist whole: each parameter is kept as this rank's 1/N as soon as the next ones are built.
+
+    Initialisation runs as it is, so the values are those of a plain build with the same seed. Follow with ``unwall.shard``.
+    With several ranks all of them build the same model, after ``torch.distributed`` was initialised.
+    """
+    _check_plan(Plan() if plan is None else plan)
+    with Pager(Ranks(_process_group(None))).active():
+        yield
+
+
+def engine(model: nn.Module) -> Engine:
+    """The engine of a sharded model. RuntimeError for a model that is not sharded."""
+    found = engine_of(model)
+    if found is None:
+        raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")
+    return found
+
+
+@contextmanager
+def full_params(module: nn.Module, write: bool = False) -> Iterator[None]:
+    """Inside, the module's parameters are whole, in full precision, on every rank.
+
+    ``write=True`` scatters what was changed (rank 0's values count). The model cannot run inside. All ranks enter together.
+    """
+    params = list(dict.fromkeys(module.parameters()))
+    if not params:
+        yield
+        return
+    owner = engine(module) if engine_of(module) is not None else engine_of(params[0])
+    if owner is None:
+        raise RuntimeError(f"{type(module).__name__} is not sharded: call unwall.shard(model) first")
+    with lend(owner, params, write):
+        yield
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backward inside keeps gradients on this rank; the first backward outside sums all of them over the ranks."""
+    with engine(model).without_sync():
+        yield
+
+
+def stats(model: nn.Module) -> Stats:
+    """What the model holds and moved since the last ``stats(model).reset()``."""
+    return read_stats(engine(model))
+
+
+def _check_plan(plan: Plan) -> None:
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is an unwall.Plan or None, got {type(plan).__name__}")
+    for name in ("params", "grads", "optimizer"):
+        if getattr(plan, name) in ("host", "disk"):
+            raise PlanError(f"{name}={getattr(plan, name)!r}: only the device tier is built yet; use 'auto' or 'device'")
+    if plan.activations != "keep":
+        raise PlanError(
+            f"activations={plan.activations!r}: only 'keep' is built yet; wrap blocks in torch's checkpoint instead"
+        )
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unwall.shard takes an nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if engine_of(module) is not None:
+            what = "the model" if not name else f"its module {name}"
+            raise RuntimeError(f"{what} is already sharded: call unwall.shard once, on the whole model")
+    places: dict[torch.device, str] = {}
+    for name, param in model.named_parameters():
+        if engine_of(param) is not None:
+            raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
+        places.setdefault(param.device, name)
+    if len(places) > 1:
+        listed = ", ".join(f"{name} on {device}" for device, name in places.items())
+        raise ValueError(f"all parameters must be on one device before sharding, got {listed}: move them with model.to(...)")
+
+
+def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    if mesh is not None and mesh.device_type == "cpu":
+        return torch.device("cpu")
+    first = next(model.parameters(), None)
+    if first is not None and first.is_cuda:
+        return first.device
+    return default_device()
+
+
+def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names = mesh.mesh_dim_names or ()
+    for name in _DATA_PARALLEL:
+        if name in names:
+            return mesh.get_group(name)
+    raise ValueError(
+        f"the mesh has several dimensions ({', '.join(names) or 'unnamed'}): name the data-parallel one 'dp' or pass mesh['...']"
+    )
+
+
+_guarded = False
+
+
+def _guard_plain_optimizers() -> None:
+    """A plain torch optimizer over sharded parameters would silently do nothing (their ``.grad`` is None): say so."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+
+    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if isinstance(optimizer, ShardedOptimizer) or getattr(optimizer, "_unwall_inner", False):
+            return
+        if any(engine_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} was built over a sharded model's parameters and cannot see their gradients: "
+                "use unwall.AdamW(model.parameters(), ...) or unwall.wrap(optimizer), after unwall.shard"
+            )
+
+    register_optimizer_step_pre_hook(check)

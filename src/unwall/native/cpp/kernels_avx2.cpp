@@ -1,0 +1,4 @@
+// The kernels for AVX2; the compile options are in CMakeLists.txt.
+#define UNWALL_ISA "avx2"
+#define UNWALL_KERNELS avx2_kernels
+#include "kernels_impl.hpp"

@@ -1,0 +1,4 @@
+// The kernels for AVX-512 F, BW, VL and DQ; the compile options are in CMakeLists.txt.
+#define UNWALL_ISA "avx512"
+#define UNWALL_KERNELS avx512_kernels
+#include "kernels_impl.hpp"

@@ -1,0 +1,4 @@
+// The kernels for whatever every processor of the architecture has (SSE2 or NEON).
+#define UNWALL_ISA "baseline"
+#define UNWALL_KERNELS baseline_kernels
+#include "kernels_impl.hpp"

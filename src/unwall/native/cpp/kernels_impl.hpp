@@ -1,0 +1,256 @@
+// The loops themselves. Each kernels_<isa>.cpp includes this file once, is compiled for its instruction set, and names its
+// table through UNWALL_KERNELS (the function) and UNWALL_ISA (the string).
+//
+// [Note: same bits]
+// Every loop is element-wise IEEE arithmetic without contraction, and sqrt and division are correctly rounded, so the
+// width of the vectors cannot change a result. The one reduction has a lane structure of its own, fixed in the source.
+//
+// [Note: no std here]
+// An inline function of the standard library compiled with -mavx512f may be the copy that the linker keeps for everybody,
+// and then the baseline dies of an illegal instruction. So this file uses builtins and functions without linkage only.
+//
+// [Note: split master]
+// bits(master) = (hi << 16) + sign_extend(lo), hi = (bits + 0x8000) >> 16. `hi` read as bf16 is the master rounded to
+// nearest (ties away from zero), `lo` what the rounding left. It is pure integer arithmetic, so lossless for every finite
+// value, denormals, -0.0 and infinities. A master above the largest bf16 (within 2^-9 of the largest float) has a half of
+// inf, as rounding says, and the pair still gives the master back. NaN is made the plain quiet one with remainder 0:
+// otherwise the addition could carry through it and the half would read as inf or 0, hiding it from the device.
+#include "kernels.hpp"
+
+namespace unwall {
+namespace {
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+constexpr uint32_t INF = 0x7f800000u;
+constexpr uint32_t MAGNITUDE = 0x7fffffffu;
+
+// ---- element types: how one is read as float, and rounded to nearest even from float ------------------------------
+
+struct F32 {
+  using Storage = float;
+  static float load(float value) { return value; }
+  static float store(float value) { return value; }
+};
+
+struct BF16 {
+  using Storage = uint16_t;
+  static float load(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+  static uint16_t store(float value) {
+    uint32_t bits = bits_of(value);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    uint32_t quiet = (bits >> 16) | 0x40u;  // rounding could carry a NaN into inf or -0
+    return static_cast<uint16_t>((bits & MAGNITUDE) > INF ? quiet : rounded);
+  }
+};
+
+struct F16 {
+  using Storage = uint16_t;
+  static constexpr uint32_t REBIAS = 112u << 23;  // the exponent of float counts from 127, that of half from 15
+
+  static float load(uint16_t half) {
+    uint32_t wide = (half & 0x7fffu) << 13;
+    uint32_t normal = wide + REBIAS;
+    uint32_t special = wide | INF;
+    // A denormal half is k * 2^-24: put k under the exponent of 2^-14 and take 2^-14 away again, which is exact.
+    constexpr uint32_t smallest_normal = 113u << 23;
+    uint32_t denormal = bits_of(float_of(wide + smallest_normal) - float_of(smallest_normal));
+    uint32_t bits = wide < (0x400u << 13) ? denormal : normal;
+    bits = wide >= (0x7c00u << 13) ? special : bits;
+    return float_of(bits | (static_cast<uint32_t>(half & 0x8000u) << 16));
+  }
+
+  static uint16_t store(float value) {
+    uint32_t bits = bits_of(value);
+    uint32_t magnitude = bits & MAGNITUDE;
+    uint32_t normal = (magnitude - REBIAS + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    // The last place of 0.5f is 2^-24, that of a denormal half: the addition itself rounds to nearest even.
+    uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+    uint32_t half = magnitude < 0x38800000u ? denormal : normal;          // 2^-14
+    half = magnitude >= 0x477ff000u ? 0x7c00u : half;                     // 65520, halfway past the largest half
+    half = magnitude > INF ? (0x7e00u | ((bits >> 13) & 0x3ffu)) : half;  // NaN keeps its upper payload
+    return static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
+  }
+};
+
+inline float join_bits(uint16_t half, int16_t remainder) {
+  return float_of((static_cast<uint32_t>(half) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+// See [Note: split master].
+inline uint32_t without_payload(float value) {
+  uint32_t bits = bits_of(value);
+  return (bits & MAGNITUDE) > INF ? ((bits & ~MAGNITUDE) | 0x7fc00000u) : bits;
+}
+
+// ---- AdamW --------------------------------------------------------------------------------------------------------
+
+// `copy` is written where WithCopy, `remainder` read and written where Split.
+template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
+void adamw_loop(Param* __restrict param, int16_t* __restrict remainder, typename Copy::Storage* __restrict copy,
+                float* __restrict exp_avg, float* __restrict exp_avg_sq, const typename Grad::Storage* __restrict grad,
+                int64_t n, const AdamWConstants c) {
+  for (int64_t i = 0; i < n; ++i) {
+    float p;
+    if constexpr (Split) {
+      p = join_bits(param[i], remainder[i]);
+    } else {
+      p = param[i];
+    }
+    float g = Grad::load(grad[i]) * c.grad_scale;
+    float m = c.beta1 * exp_avg[i] + c.grad_weight * g;
+    float v = c.beta2 * exp_avg_sq[i] + c.square_weight * g * g;
+    float denominator = __builtin_sqrtf(v) * c.unbias + c.eps;
+    p = p * c.keep - c.rate * (m / denominator);
+    exp_avg[i] = m;
+    exp_avg_sq[i] = v;
+    if constexpr (Split) {
+      uint32_t bits = without_payload(p);
+      param[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+      remainder[i] = static_cast<int16_t>(bits);
+    } else {
+      param[i] = p;
+      if constexpr (WithCopy) copy[i] = Copy::store(p);
+    }
+  }
+}
+
+template <class Grad, class Copy, bool WithCopy>
+void adamw_f32(const AdamWSpan& span, const AdamWConstants& constants) {
+  adamw_loop<Grad, Copy, WithCopy, false>(static_cast<float*>(span.param), span.remainder,
+                                          static_cast<typename Copy::Storage*>(span.copy), span.exp_avg, span.exp_avg_sq,
+                                          static_cast<const typename Grad::Storage*>(span.grad), span.n, constants);
+}
+
+template <class Grad>
+void adamw_split(const AdamWSpan& span, const AdamWConstants& constants) {
+  adamw_loop<Grad, BF16, false, true>(static_cast<uint16_t*>(span.param), span.remainder, static_cast<uint16_t*>(span.copy),
+                                      span.exp_avg, span.exp_avg_sq, static_cast<const typename Grad::Storage*>(span.grad),
+                                      span.n, constants);
+}
+
+// ---- the rest -----------------------------------------------------------------------------------------------------
+
+// Element i of a chunk adds to lane i % LANES, and the lanes are added up in order: the lanes are what a few vector
+// registers hold, but their number belongs to the definition of the result and not to the instruction set.
+constexpr int LANES = 16;
+
+// Only the last call for a chunk may come with an n that is not a multiple of LANES.
+void add_squares(double* lanes, const float* __restrict values, int64_t n) {
+  double sums[LANES];  // a local whose address nobody has stays in registers
+  for (int lane = 0; lane < LANES; ++lane) sums[lane] = lanes[lane];
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) {
+    for (int lane = 0; lane < LANES; ++lane) {
+      sums[lane] += static_cast<double>(values[i + lane]) * static_cast<double>(values[i + lane]);  // an exact product
+    }
+  }
+  for (int lane = 0; lane < LANES; ++lane) lanes[lane] = sums[lane];
+  for (int lane = 0; i < n; ++i, ++lane) lanes[lane] += static_cast<double>(values[i]) * static_cast<double>(values[i]);
+}
+
+int32_t count_nonfinite(const float* __restrict values, int64_t n) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += (bits_of(values[i]) & MAGNITUDE) >= INF;
+  return count;
+}
+
+// A block at a time through the first-level cache, in three loops (widen, square, count) that each vectorise well: in one
+// loop together they do not.
+template <class Src>
+SquareSum sum_squares(const void* src, int64_t n) {
+  const auto* values = static_cast<const typename Src::Storage*>(src);
+  constexpr int64_t BLOCK = 1024;
+  static_assert(BLOCK % LANES == 0, "an element's lane must not depend on the block");
+  double lanes[LANES] = {};
+  SquareSum result = {0.0, 0};
+  for (int64_t begin = 0; begin < n; begin += BLOCK) {
+    int64_t count = n - begin < BLOCK ? n - begin : BLOCK;
+    float widened[BLOCK];
+    const float* block = widened;
+    if constexpr (sizeof(typename Src::Storage) == sizeof(float)) {
+      block = values + begin;
+    } else {
+      for (int64_t i = 0; i < count; ++i) widened[i] = Src::load(values[begin + i]);
+    }
+    add_squares(lanes, block, count);
+    result.nonfinite += count_nonfinite(block, count);
+  }
+  for (int lane = 0; lane < LANES; ++lane) result.sum += lanes[lane];
+  return result;
+}
+
+template <class Src>
+void accumulate(float* __restrict dst, const void* src, int64_t n) {
+  const auto* __restrict values = static_cast<const typename Src::Storage*>(src);
+  for (int64_t i = 0; i < n; ++i) dst[i] += Src::load(values[i]);
+}
+
+template <class Dst, class Src>
+void cast_loop(typename Dst::Storage* __restrict dst, const typename Src::Storage* __restrict src, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = Dst::store(Src::load(src[i]));
+}
+
+template <class Dst, class Src>
+void cast(void* dst, const void* src, int64_t n) {
+  cast_loop<Dst, Src>(static_cast<typename Dst::Storage*>(dst), static_cast<const typename Src::Storage*>(src), n);
+}
+
+// To the same type: the bits, NaN payloads and all.
+template <class Type>
+void cast_same(void* dst, const void* src, int64_t n) {
+  __builtin_memmove(dst, src, static_cast<uint64_t>(n) * sizeof(typename Type::Storage));
+}
+
+void split_loop(uint16_t* __restrict half, int16_t* __restrict remainder, const float* __restrict src, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = without_payload(src[i]);
+    half[i] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    remainder[i] = static_cast<int16_t>(bits);
+  }
+}
+
+void split(void* half, int16_t* remainder, const float* src, int64_t n) {
+  split_loop(static_cast<uint16_t*>(half), remainder, src, n);
+}
+
+void join_loop(float* __restrict dst, const uint16_t* __restrict half, const int16_t* __restrict remainder, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) dst[i] = join_bits(half[i], remainder[i]);
+}
+
+void join(float* dst, const void* half, const int16_t* remainder, int64_t n) {
+  join_loop(dst, static_cast<const uint16_t*>(half), remainder, n);
+}
+
+#define UNWALL_ADAMW_ROW(Grad) \
+  {adamw_f32<Grad, BF16, false>, adamw_f32<Grad, BF16, true>, adamw_f32<Grad, F16, true>, adamw_split<Grad>}
+
+constexpr Kernels TABLE = {
+    UNWALL_ISA,
+    {UNWALL_ADAMW_ROW(F32), UNWALL_ADAMW_ROW(BF16), UNWALL_ADAMW_ROW(F16)},
+    {sum_squares<F32>, sum_squares<BF16>, sum_squares<F16>},
+    {accumulate<F32>, accumulate<BF16>, accumulate<F16>},
+    {{cast_same<F32>, cast<F32, BF16>, cast<F32, F16>},
+     {cast<BF16, F32>, cast_same<BF16>, cast<BF16, F16>},
+     {cast<F16, F32>, cast<F16, BF16>, cast_same<F16>}},
+    split,
+    join,
+};
+
+#undef UNWALL_ADAMW_ROW
+
+}  // namespace
+
+const Kernels& UNWALL_KERNELS() { return TABLE; }
+
+}  // namespace unwall

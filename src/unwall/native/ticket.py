@@ -1,0 +1,95 @@
+"""The handle of native work in flight."""
+
+import ctypes
+import os
+from typing import Any
+
+from unwall.native.library import ErrorRecord, Handle, function
+
+_Record = ctypes.POINTER(ErrorRecord)
+_Nanoseconds = ctypes.POINTER(ctypes.c_int64)
+
+
+class NativeTicket:
+    """Native work in flight. It owns (keeps alive) every buffer the work touches until the work has ended.
+
+    ``wait`` may be called any number of times and from any thread: each call gives the same outcome, so several users can
+    wait for one piece of work. A ticket that nobody waited for and that is dropped while its work still runs waits in its
+    finaliser, because its buffers must not be freed under the work.
+    """
+
+    def __init__(self, handle: int, keep: tuple[Any, ...] = ()) -> None:
+        self._handle = handle
+        self._pid = os.getpid()
+        self._keep = keep
+        self._finished = False
+        self._error: Exception | None = None
+
+    @property
+    def handle(self) -> int:
+        """The native id, for the ``after`` list of further work."""
+        return self._handle
+
+    def done(self) -> bool:
+        """True once the work has ended, well or not. Never blocks."""
+        return self._finished or function("uw_ticket_done", ctypes.c_int, Handle)(self._handle) != 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the work has ended and raises what it failed with.
+
+        Raises TimeoutError after ``timeout`` seconds; the work goes on and the ticket stays usable.
+        """
+        if not self._finished:
+            if os.getpid() != self._pid:
+                raise RuntimeError(f"this work belongs to process {self._pid}: a forked child cannot wait for it")
+            record = ErrorRecord()
+            call = function("uw_ticket_wait", ctypes.c_int, Handle, ctypes.c_int64, _Record)
+            code = call(self._handle, -1 if timeout is None else int(timeout * 1e9), ctypes.byref(record))
+            if code == 1:
+                raise TimeoutError(f"work of ticket {self._handle} has not finished after {timeout} s")
+            self._finish(record.exception() if code < 0 else None)
+        if self._error is not None:
+            raise self._error
+
+    def times(self) -> tuple[float, float, float]:
+        """Seconds (monotonic clock) when the work was submitted, started and finished; 0.0 for what is still to come."""
+        values = [ctypes.c_int64() for _ in range(3)]
+        call = function("uw_ticket_times", ctypes.c_int, Handle, _Nanoseconds, _Nanoseconds, _Nanoseconds)
+        if call(self._handle, *[ctypes.byref(value) for value in values]) < 0:
+            raise ValueError(f"ticket {self._handle} was released")
+        return values[0].value / 1e9, values[1].value / 1e9, values[2].value / 1e9
+
+    def _finish(self, error: Exception | None) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        self._error = error
+        self._keep = ()
+
+    def __del__(self) -> None:
+        try:
+            if os.getpid() != self._pid:  # a forked child has none of the threads that finish the work
+                return
+            if not self._finished:
+                function("uw_ticket_wait", ctypes.c_int, Handle, ctypes.c_int64, _Record)(self._handle, -1, None)
+            function("uw_ticket_release", ctypes.c_int, Handle)(self._handle)
+        except (TypeError, AttributeError):  # the interpreter is shutting down and has taken ctypes apart
+            pass
+
+
+class Signal(NativeTicket):
+    """A ticket that is finished by hand, so that native work can be chained after something outside."""
+
+    def __init__(self) -> None:
+        super().__init__(function("uw_signal_create", Handle)())
+
+    def set(self, code: int = 0, message: str = "") -> None:
+        """Finishes the ticket: well, or with an errno and a message. A second call is a ValueError."""
+        call = function("uw_signal_set", ctypes.c_int, Handle, ctypes.c_int32, ctypes.c_char_p)
+        if call(self._handle, code, message.encode()) < 0:
+            raise ValueError(f"ticket {self._handle} was already set")
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid and not self.done():
+            self.set(125, "the signal was dropped before it was set")  # ECANCELED: whatever waits must not wait for ever
+        super().__del__()

@@ -1,0 +1,42 @@
+"""Dynamic loss scaling for fp16: large enough that small gradients survive, small enough that large ones do not overflow."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class LossScaler:
+    """Doubles the scale after ``growth_interval`` good steps, halves it after an overflow."""
+
+    scale: float = 2.0**16
+    growth_interval: int = 2000
+    good_steps: int = 0
+    used: bool = False
+    """Whether the gradients held now come from a scaled loss."""
+
+    def apply(self, loss: torch.Tensor) -> torch.Tensor:
+        self.used = True
+        return loss * self.scale
+
+    @property
+    def inverse(self) -> float:
+        """What gradients are multiplied with to take the scale out again."""
+        return 1.0 / self.scale if self.used else 1.0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.scale = max(self.scale / 2, 2.0**-14)
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,0 +1,162 @@
+"""What every optimizer of a sharded model shares: finding gradients, norm, clipping, loss scale, whole states in and out."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from unwall.optim.norm import clip_factor, over_ranks, sum_squares
+from unwall.optim.scaler import LossScaler
+from unwall.runtime.engine import Engine
+from unwall.runtime.hooks import engine_of
+from unwall.shards.group import Group
+
+Found = tuple[Engine, Group, int]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Base of ``AdamW`` and ``wrap``. ``param_groups`` hold the model's own parameters, so schedulers and the like just work.
+
+    ``step`` consumes the gradients: a second ``step`` without a new backward changes nothing.
+    """
+
+    grad_norm: torch.Tensor | None
+    """Norm of all gradients before clipping, of the last step that measured it."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = None
+        self.scaler = LossScaler()
+        self._clip: float | None = None
+        super().__init__(params, defaults)
+
+    # -- the torch.optim face -----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        params = param_group.get("params")
+        if isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+            param_group = {**param_group, "params": list(params)}
+        listed = param_group["params"]
+        for param in [listed] if isinstance(listed, torch.Tensor) else listed:
+            tensor: Any = param[1] if isinstance(param, tuple) else param
+            if engine_of(tensor) is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(tensor.shape)} does not belong to a sharded model: call unwall.shard(model) "
+                    "first, then build the optimizer from model.parameters()"
+                )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
+        """Forgets the gradients of this optimizer's parameters."""
+        for engine, index, slots in self._held():
+            engine.discard_gradients(index, slots)
+        self.scaler.used = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. Returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for engine in self.engines():
+            engine.settle()
+        held = list(self._held())
+        clip = self._clip if self._clip is not None else self.max_grad_norm
+        self._clip = None
+        factor: torch.Tensor | None = None
+        if clip is not None or self.scaler.used:
+            total = self._measure(held)
+            if self.scaler.used and self._overflowed(total):
+                self.zero_grad()
+                return loss
+            if clip is not None:
+                factor = clip_factor(self._norm_of(total), clip)
+        if held:
+            self._update(held, factor, self.scaler.inverse)
+        for engine, index, slots in held:
+            engine.version += 1
+            engine.executor.invalidate(index)
+            engine.discard_gradients(index, slots)
+        self.scaler.used = False
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale: ``optimizer.scale(loss).backward()`` for fp16. ``step`` takes the scale out again."""
+        return self.scaler.apply(loss)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clips this step's gradients to ``max_norm`` over all ranks (done inside ``step``) and returns their norm."""
+        for engine in self.engines():
+            engine.settle()
+        self._clip = float(max_norm)
+        return self._norm_of(self._measure(list(self._held())))
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    def _update(self, held: list[tuple[Engine, int, set[int]]], factor: torch.Tensor | None, inverse: float) -> None:
+        raise NotImplementedError
+
+    def engines(self) -> list[Engine]:
+        """The sharded models whose parameters this optimizer updates."""
+        found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
+        return list(found.values())
+
+    def place(self, param: nn.Parameter) -> Found:
+        engine = engine_of(param)
+        assert engine is not None
+        index, slot = engine.places[id(param)]
+        return engine, engine.groups[index], slot
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def _held(self) -> Iterator[tuple[Engine, int, set[int]]]:
+        """Groups with gradients of this optimizer's parameters, and which slots those are."""
+        mine: dict[tuple[int, int], tuple[Engine, set[int]]] = {}
+        for param in self._params():
+            engine, group, slot = self.place(param)
+            if slot in engine.gradients[group.index].present or slot in engine.gradients[group.index].arrived:
+                mine.setdefault((id(engine), group.index), (engine, set()))[1].add(slot)
+        for (_, index), (engine, slots) in mine.items():
+            yield engine, index, slots
+
+    def _measure(self, held: list[tuple[Engine, int, set[int]]]) -> torch.Tensor:
+        """``[sum of squares, not finite]`` of all gradients over all ranks, the loss scale still in."""
+        total = None
+        for engine in self.engines():
+            part = sum_squares(_pieces(engine, held), engine.device.device)
+            part = over_ranks(part, engine.ranks)
+            total = part if total is None else total + part.to(total.device)
+        assert total is not None
+        return total
+
+    def _norm_of(self, total: torch.Tensor) -> torch.Tensor:
+        self.grad_norm = (total[0].sqrt() * self.scaler.inverse).float()
+        return self.grad_norm
+
+    def _overflowed(self, total: torch.Tensor) -> bool:
+        overflow = bool(total[1].item() > 0)
+        self.scaler.update(overflow)
+        return overflow
+
+
+def _pieces(engine: Engine, held: list[tuple[Engine, int, set[int]]]) -> Iterator[torch.Tensor]:
+    """This rank's part of each gradient: every element of the model is counted on exactly one rank."""
+    for owner, index, slots in held:
+        gradient = engine.gradients[index]
+        if owner is not engine or gradient.value is None:
+            continue
+        group = engine.groups[index]
+        offset = engine.ranks.rank * group.layout.shard_numel - group.own_start
+        part = gradient.value[offset : offset + group.layout.shard_numel]
+        if slots == gradient.present:
+            yield part
+            continue
+        for segment in group.layout.segments(engine.ranks.rank):
+            if segment.slot in slots:
+                yield part[segment.shard_start : segment.shard_start + segment.numel]

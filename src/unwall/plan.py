@@ -1,0 +1,98 @@
+"""What a user asks for: stage, tiers, budgets, precision."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from unwall.tiers.sizes import format_bytes, parse_bytes
+
+Placement = Literal["auto", "device", "host", "disk"]
+Activations = Literal["keep", "recompute", "host", "disk"]
+
+_PLACEMENTS = ("auto", "device", "host", "disk")
+_COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class PlanError(ValueError):
+    """A plan that cannot be carried out: says which field, what was expected, and what to write instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is trained. ``Plan()`` leaves every choice to unwall."""
+
+    stage: int = 3
+    """Which states are cut into 1/N over the ranks: 0 none, 1 optimizer, 2 and gradients, 3 and parameters."""
+    params: Placement = "auto"
+    """The tier parameters live on. ``"auto"`` fills the fastest tier first and spills to the next one."""
+    grads: Placement = "auto"
+    """The tier gradients land on. ``"auto"`` follows the optimizer state."""
+    optimizer: Placement = "auto"
+    """The tier optimizer state lives on, and where it is updated."""
+    activations: Activations = "keep"
+    """What happens to activations between forward and backward."""
+    disk: str | Path | tuple[str | Path, ...] | None = None
+    """One directory, or several (one a drive), for the disk tier."""
+    device_bytes: int | str | None = None
+    """What unwall may hold on the device (activations are not counted). None: all of it."""
+    host_bytes: int | str | None = None
+    """What unwall may hold in host memory. None: all of it."""
+    disk_bytes: int | str | None = None
+    """What unwall may hold on disk. None: what the drive has free."""
+    compute_dtype: torch.dtype = torch.bfloat16
+    """What forward and backward compute in. The master copy is always fp32."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are summed over the ranks in. None: ``compute_dtype``."""
+    keep_fp32: Callable[[str, nn.Parameter], bool] | None = None
+    """Given a parameter's name and the parameter: True to compute with it in fp32 (norms, routers)."""
+
+    def __post_init__(self) -> None:
+        if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
+            raise PlanError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
+        for name in ("params", "grads", "optimizer"):
+            value = getattr(self, name)
+            if value not in _PLACEMENTS:
+                raise PlanError(f"{name} is one of {', '.join(_PLACEMENTS)}, got {value!r}")
+        if self.activations not in ("keep", "recompute", "host", "disk"):
+            raise PlanError(f"activations is one of keep, recompute, host, disk, got {self.activations!r}")
+        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                try:
+                    object.__setattr__(self, name, parse_bytes(value, name))
+                except ValueError as error:
+                    raise PlanError(str(error)) from error
+        if self.compute_dtype not in _COMPUTE_DTYPES:
+            raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
+        if self.reduce_dtype is not None and self.reduce_dtype not in _COMPUTE_DTYPES:
+            raise PlanError(f"reduce_dtype is torch.bfloat16, torch.float16, torch.float32 or None, got {self.reduce_dtype!r}")
+        if self.keep_fp32 is not None and not callable(self.keep_fp32):
+            raise PlanError(f"keep_fp32 is a function of a parameter's name and the parameter, got {self.keep_fp32!r}")
+        uses_disk = "disk" in (self.params, self.grads, self.optimizer, self.activations)
+        if uses_disk and self.disk is None:
+            raise PlanError("a state is placed on disk, but no directory is given: Plan(disk='/path/on/a/fast/drive')")
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The disk directories, none or more."""
+        if self.disk is None:
+            return ()
+        return tuple(Path(entry) for entry in (self.disk if isinstance(self.disk, tuple | list) else (self.disk,)))
+
+    @property
+    def budget_device_bytes(self) -> int | None:
+        """``device_bytes`` as a number."""
+        return self.device_bytes if not isinstance(self.device_bytes, str) else parse_bytes(self.device_bytes)
+
+    def __str__(self) -> str:
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            shown.append(f"{field.name}={format_bytes(value) if field.name.endswith('_bytes') else value}")
+        return f"Plan({', '.join(shown)})"

@@ -1,0 +1,179 @@
+"""Ties a model's modules to the engine: hooks, watched parameter mappings, casts at the edges."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unwall.runtime.engine import Engine
+from unwall.runtime.outputs import cast_floats
+from unwall.runtime.whole import StateDictHooks, WholeParams
+
+_engines = WeakIdKeyDictionary()  # module or parameter -> Engine
+
+
+def engine_of(thing: nn.Module | nn.Parameter) -> Engine | None:
+    """The engine of a sharded model, of one of its modules, or of one of its parameters."""
+    found = _engines.get(thing)
+    return found if isinstance(found, Engine) else None
+
+
+def refuse_copy() -> NoReturn:
+    raise RuntimeError(
+        "a sharded model cannot be deep-copied: its parameters are only shards. "
+        "Copy the model before unwall.shard, or build a new one and load model.state_dict() into it."
+    )
+
+
+def refuse_pickle() -> NoReturn:
+    raise RuntimeError("a sharded model cannot be pickled: its parameters are only shards. Save model.state_dict() instead.")
+
+
+class Hook:
+    """A callable that ties one module to its engine. Copying a sharded model would share its state: it is refused."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle()
+
+
+class Enter(Hook):
+    """Before a module's forward."""
+
+    def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
+        super().__init__(engine)
+        self._groups = groups
+        self._reads = reads
+        self._casts = casts
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        self.engine.enter(module, self._groups, self._reads)
+        return None if self._casts is None else self._casts.inputs(args, kwargs)
+
+
+class Leave(Hook):
+    """After a module's forward, also when it raised."""
+
+    def __init__(self, engine: Engine, casts: "Casts | None") -> None:
+        super().__init__(engine)
+        self._casts = casts
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self._casts is not None:
+            output = self._casts.outputs(output)
+        self.engine.leave(module, (args, kwargs), output)
+        return output
+
+
+# Read by dynamo: it runs these as they are instead of tracing into them. (torch.compiler.disable does the same, but imports
+# all of dynamo at once.)
+Enter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+Leave.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class Casts:
+    """Dtypes at the edge of a module that computes in another one than what surrounds it."""
+
+    def __init__(self, outside: torch.dtype, inside: torch.dtype, *, back: bool) -> None:
+        self._outside = outside
+        self._inside = inside
+        self._back = back
+
+    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return cast_floats(args, self._outside, self._inside), cast_floats(kwargs, self._outside, self._inside)
+
+    def outputs(self, output: Any) -> Any:
+        return cast_floats(output, self._inside, self._outside) if self._back else output
+
+
+class Watched(dict[str, Any]):
+    """A module's ``_parameters``: tells the engine when a running call looks a parameter up, so that one read outside its
+    owner's forward (a tied head, a functional use) is fetched like any other."""
+
+    def __init__(self, engine: Engine, entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+        self._engine = engine
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None and self._engine.running and id(param) in self._engine.places:
+            self._engine.touched(param)
+        return param
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle()
+
+
+class Arrived(Hook):
+    """After autograd has accumulated a parameter's gradient."""
+
+    def __call__(self, param: torch.Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        self.engine.arrived(param)
+
+
+def install(engine: Engine, model: nn.Module) -> None:
+    """Puts hooks on every module of the model and on every parameter, and remembers whose they are."""
+    engine.on_gradient = Arrived(engine)
+    for group in engine.groups:
+        for param in group.params:
+            _engines[param] = engine
+            engine.hook_gradient(param)
+    compute = engine.plan.compute_dtype
+    for module, unit in _units(model):
+        _engines[module] = engine
+        own = tuple(module.parameters() if unit else module.parameters(recurse=False))
+        groups = tuple(dict.fromkeys(engine.places[id(param)][0] for param in own))
+        unseen = own if unit or isinstance(module, nn.RNNBase) else ()
+        casts = None
+        if module is model and compute is not torch.float32:
+            casts = Casts(torch.float32, compute, back=False)
+        elif own and compute is not torch.float32 and all(_kept_fp32(engine, param) for param in own):
+            casts = Casts(compute, torch.float32, back=True)
+        module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
+        if own and not unit:
+            module.__dict__["_parameters"] = Watched(engine, module._parameters)
+    reader = WholeParams(engine)
+    for module in model.modules():
+        if any(param is not None for param in module._parameters.values()):
+            hooks = StateDictHooks(engine, reader)
+            module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
+            module.register_load_state_dict_pre_hook(hooks.before_load)
+            module.register_load_state_dict_post_hook(hooks.after_load)
+    for buffer_owner in model.modules():
+        for name, buffer in buffer_owner._buffers.items():
+            if buffer is not None and buffer.device != engine.device.device and not buffer.is_meta:
+                buffer_owner._buffers[name] = buffer.to(engine.device.device)
+
+
+def _kept_fp32(engine: Engine, param: nn.Parameter) -> bool:
+    return engine.groups[engine.places[id(param)][0]].layout.dtype is torch.float32
+
+
+def _units(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[nn.Module, bool]]:
+    """Every module once, and whether it counts as a whole: a compiled module is entered and left as one, because hooks
+    inside it would cut its graph into pieces."""
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    compiled = type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    yield module, compiled
+    if not compiled:
+        for child in module.children():
+            yield from _units(child, seen)

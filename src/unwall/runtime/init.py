@@ -1,0 +1,154 @@
+"""Building a model that never exists whole.
+
+[Note: paging]
+Constructors and initialisers run unchanged, operation by operation. A dispatch mode watches them: the storage of a parameter
+that was not touched lately is taken out (this rank keeps its 1/N on the host) and brought back when an operation needs it,
+also one that comes much later, as when transformers rewrites all weights after construction. What identifies a parameter is
+its storage object, so views and ``.data`` work like the parameter itself. Every rank runs the same operations, so every rank
+pages the same parameters in the same order.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unwall.shards.collectives import Ranks
+
+RESIDENT_BYTES = 4 << 20
+"""How much may stay in memory of what was touched last (two parameters may, however large)."""
+
+_pages = WeakIdKeyDictionary()  # parameter -> Page, once its model was built
+
+
+class Page:
+    """One parameter under construction: its storage, or this rank's part of its bytes."""
+
+    def __init__(self, param: nn.Parameter, ranks: Ranks) -> None:
+        self._param = weakref.ref(param)
+        self._storage = param.untyped_storage()
+        self.key = self._storage._cdata
+        self.nbytes = self._storage.nbytes()
+        self._ranks = ranks
+        self._part: torch.Tensor | None = None
+        self._shape, self._stride, self._dtype = param.shape, param.stride(), param.dtype
+
+    def out(self) -> None:
+        """Keeps this rank's part on the host and gives the storage's memory back."""
+        part_bytes = -(-self.nbytes // self._ranks.size)
+        low = min(self._ranks.rank * part_bytes, self.nbytes)
+        high = min(low + part_bytes, self.nbytes)
+        whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+        part = torch.zeros(part_bytes, dtype=torch.uint8)
+        part[: high - low] = whole[low:high]
+        self._part = part
+        self._storage.resize_(0)
+
+    def bring_back(self) -> None:
+        """Gives the storage its memory and its bytes again."""
+        assert self._part is not None
+        whole = self._gather()
+        self._storage.resize_(self.nbytes)
+        torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage).copy_(whole)
+        self._part = None
+
+    def value(self) -> torch.Tensor:
+        """The whole parameter, on the host, as it was initialised."""
+        return self._gather().view(self._dtype).as_strided(self._shape, self._stride)
+
+    def _gather(self) -> torch.Tensor:
+        assert self._part is not None
+        if self._ranks.size == 1:
+            return self._part
+        whole = torch.empty(self._part.numel() * self._ranks.size, dtype=torch.uint8)
+        self._ranks.all_gather(whole, self._part).wait()
+        return whole[: self.nbytes]
+
+    def seal(self) -> None:
+        """The model is built: the parameter shows NaN until ``shard`` takes the value from here."""
+        param = self._param()
+        if param is not None:
+            fill = float("nan") if self._dtype.is_floating_point else 0
+            param.data = torch.full((), fill, dtype=self._dtype, device=self._storage.device).expand(self._shape)
+            _pages[param] = self
+
+
+class Pager(TorchDispatchMode):
+    """See [Note: paging]."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._known: dict[int, Page] = {}
+        self._resident: OrderedDict[int, Page] = OrderedDict()  # least lately touched first
+        self._paging = False  # our own copies are operations, too
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Pages every parameter that is registered inside."""
+        handle = register_module_parameter_registration_hook(self._registered)
+        try:
+            with self:
+                yield
+        finally:
+            handle.remove()
+            self._shrink(0, 0)
+            for page in self._known.values():
+                page.seal()
+
+    def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:  # noqa: ARG002
+        if param is None or param.is_meta or param.numel() == 0 or param in _pages:
+            return
+        key = param.untyped_storage()._cdata
+        whole = param.is_contiguous() and param.untyped_storage().nbytes() == param.numel() * param.element_size()
+        if key not in self._known and whole:
+            page = Page(param, self._ranks)
+            self._known[key] = self._resident[key] = page
+            self._shrink(RESIDENT_BYTES, 2)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paging:
+            return func(*args, **kwargs)
+        touched = []
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                page = self._known.get(leaf.untyped_storage()._cdata)
+                if page is not None:
+                    touched.append(page)
+        for page in touched:
+            if page.key not in self._resident:
+                page.bring_back()
+                self._resident[page.key] = page
+            self._resident.move_to_end(page.key)
+        result = func(*args, **kwargs)
+        if touched:
+            self._shrink(RESIDENT_BYTES, max(2, len(touched)))
+        return result
+
+    def _shrink(self, limit_bytes: int, keep: int) -> None:
+        total = sum(page.nbytes for page in self._resident.values())
+        self._paging = True
+        try:
+            while len(self._resident) > keep and total > limit_bytes:
+                _, page = self._resident.popitem(last=False)
+                page.out()
+                total -= page.nbytes
+        finally:
+            self._paging = False
+
+
+def whole_value(param: nn.Parameter) -> torch.Tensor | None:
+    """What ``shard`` starts from: the value from ``init``, the parameter itself, or None for a meta parameter."""
+    page = _pages.pop(param, None)
+    if isinstance(page, Page):
+        return page.value()
+    return None if param.is_meta else param.data

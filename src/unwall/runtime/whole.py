@@ -1,0 +1,131 @@
+"""Whole tensors in and out of a sharded model: ``state_dict``, ``load_state_dict``, ``full_params``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unwall.runtime.engine import Engine
+from unwall.shards.group import Group, Residence
+from unwall.shards.master import read_master, rounded, write_master
+
+
+def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
+    """A state of a group over all ranks, on the host. On rank 0 only unless ``everywhere`` (None elsewhere)."""
+    if group.own_numel == group.layout.padded_numel:
+        whole = owned
+    else:
+        whole = torch.empty(group.layout.padded_numel, dtype=owned.dtype, device=owned.device)
+        engine.ranks.all_gather(whole, owned.contiguous()).wait()
+    if engine.ranks.rank == 0 or everywhere:
+        return whole.detach().cpu()
+    return None
+
+
+class WholeParams:
+    """Gives whole parameters in full precision, one group at a time (the last group is kept for its neighbours)."""
+
+    def __init__(self, engine: Engine, everywhere: bool = False) -> None:
+        self._engine = engine
+        self._everywhere = everywhere
+        self._held: tuple[int, int] | None = None
+        self._whole: torch.Tensor | None = None
+
+    def get(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The parameter as it was given to ``shard``: same shape and dtype, on the host. None on ranks that get nothing."""
+        index, slot = self._engine.places[id(param)]
+        group = self._engine.groups[index]
+        if self._held != (index, self._engine.version):
+            self._engine.executor.before_fetch(group)
+            self._whole = whole_run(self._engine, group, read_master(group), self._everywhere)
+            self._held = (index, self._engine.version)
+        if self._whole is None:
+            return None
+        place = group.layout.slots[slot]
+        return self._whole[place.offset : place.end].view(place.shape).to(group.dtypes[slot], copy=True)
+
+
+def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
+    """Takes a whole value (the same on every rank) into the shards. What was gathered of the group is out of date then."""
+    index, slot = engine.places[id(param)]
+    group = engine.groups[index]
+    engine.executor.before_fetch(group)
+    engine.version += 1
+    with torch.no_grad():
+        if not group.cut:
+            group.view_of(slot).copy_(rounded(value, group.layout.dtype))
+        for segment in group.owned_segments():
+            if segment.slot == slot:
+                piece = value.reshape(-1)[segment.start : segment.start + segment.numel]
+                write_master(group, segment.shard_start, piece)
+    if group.cut and group.residence is not Residence.ABSENT:
+        group.drop()
+
+
+@contextmanager
+def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
+    """Inside, the parameters are whole, in the dtype they were given in, on the device."""
+    reader = WholeParams(engine, everywhere=True)
+    places = [engine.places[id(param)] for param in params]
+    for param in params:
+        value = reader.get(param)
+        assert value is not None
+        engine.lent.add(id(param))
+        param.data = value.to(engine.device.device)
+    try:
+        yield
+    finally:
+        for param, (index, slot) in zip(params, places, strict=True):
+            engine.lent.discard(id(param))
+            if write:
+                engine.ranks.broadcast(param.data)
+                put_whole(engine, param, param.data)
+            engine.groups[index].show(slot)
+
+
+class StateDictHooks:
+    """``state_dict`` and ``load_state_dict`` of one module: whole tensors for its own parameters, one module at a time."""
+
+    def __init__(self, engine: Engine, reader: WholeParams) -> None:
+        self._engine = engine
+        self._reader = reader
+
+    def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
+        for name, param in module._parameters.items():
+            if param is None or prefix + name not in state_dict:
+                continue
+            value = self._reader.get(param)
+            if value is None:
+                del state_dict[prefix + name]
+            else:
+                state_dict[prefix + name] = value
+
+    def before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Real memory for the module's own parameters, so that torch's own loading can write and check them."""
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError("load_state_dict(assign=True) would replace sharded parameters: load without assign")
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            index, slot = self._engine.places[id(param)]
+            group = self._engine.groups[index]
+            shape, dtype = group.layout.slots[slot].shape, group.dtypes[slot]
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor) and given.shape == shape:  # otherwise torch itself reports what is wrong
+                param.data = torch.empty(shape, dtype=dtype, device=self._engine.device.device)
+                self._engine.loading.add(id(param))
+
+    def after_load(self, module: nn.Module, _: Any) -> None:
+        """What was loaded goes into the shards."""
+        for param in module._parameters.values():
+            if param is None or id(param) not in self._engine.loading:
+                continue
+            self._engine.loading.discard(id(param))
+            put_whole(self._engine, param, param.data)
+            index, slot = self._engine.places[id(param)]
+            self._engine.groups[index].show(slot)

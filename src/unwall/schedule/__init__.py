@@ -1,0 +1,1 @@
+"""When bytes move: trace, residency (pure decisions) and the executor that acts on them."""

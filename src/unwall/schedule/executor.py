@@ -1,0 +1,200 @@
+"""Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from unwall.schedule.residency import Held, choose_drops, next_missing
+from unwall.schedule.trace import Trace
+from unwall.shards.collectives import Ranks, Wish, pack_bits, unpack_bits
+from unwall.shards.gradients import Gradient
+from unwall.shards.group import Group, Residence
+from unwall.tiers.device import DeviceTier
+from unwall.tiers.ledger import BudgetError
+
+LOOK_AHEAD = 2
+"""Groups that may be on their way at once: enough to keep a link busy, few enough to bound memory."""
+REDUCES_IN_FLIGHT = 2
+"""Gradients that may be on their way over the ranks at once (each holds a flat buffer)."""
+
+
+class Executor:
+    """Keeps the groups that are in use on the device, within its budget.
+
+    A group is pinned while anything may read it; pins are counted. Everything else stays for as long as there is room.
+    """
+
+    def __init__(self, groups: Sequence[Group], gradients: Sequence[Gradient], device: DeviceTier, ranks: Ranks) -> None:
+        self.groups = groups
+        self.gradients = gradients
+        self.trace = Trace()
+        self.gathered_elements = 0
+        self.reduced_elements = 0
+        self._device = device
+        self._ranks = ranks
+        self._pins = [0] * len(groups)
+        self._current: int | None = None
+        self._reducing: deque[int] = deque()
+        self.before_fetch: Callable[[Group], None] = lambda _: None
+        """Called before a group's shard is read: waits for an update that is still under way."""
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def use(self, index: int) -> None:
+        """Makes a group resident and pins it; then works ahead. Raises, and pins nothing, when it cannot be fetched."""
+        new = self.trace.record(index)
+        self._current = index
+        self._pins[index] += 1
+        try:
+            self._make_resident(index)
+            if new:
+                self._work_ahead()
+        except BaseException:
+            self._pins[index] -= 1
+            raise
+
+    def release(self, index: int) -> None:
+        """Takes one pin back."""
+        if self._pins[index] == 0:
+            raise RuntimeError(f"group {self.groups[index].name} is released, but nothing uses it")
+        self._pins[index] -= 1
+
+    def unpin_all(self) -> None:
+        """Nothing is in use (the start of a pass, or after an exception)."""
+        self._pins = [0] * len(self.groups)
+        self._current = None
+
+    def is_pinned(self, index: int) -> bool:
+        return self._pins[index] > 0
+
+    def invalidate(self, index: int) -> None:
+        """The shards changed: what was gathered of this group is out of date."""
+        group = self.groups[index]
+        updates_all = group.own_numel == group.layout.padded_numel
+        if group.residence is not Residence.ABSENT and not updates_all:
+            group.drop()
+
+    def drop_idle(self) -> None:
+        """Drops every cut group that nothing uses."""
+        for index, group in enumerate(self.groups):
+            if group.cut and not self._pins[index] and group.residence is not Residence.ABSENT:
+                group.drop()
+
+    def make_room(self, nbytes: int, label: str) -> None:
+        """Drops groups until ``nbytes`` fit into the device budget. BudgetError when what is in use does not allow it."""
+        for finish in (False, True):
+            if finish:
+                self.finish_reduces()  # gives the flat gradients back that are on their way
+            free = self._device.ledger.free_bytes
+            if free is None or nbytes <= free:
+                return
+            drops = choose_drops(self._held(), self.trace.next_use(), nbytes - free)
+            if drops is not None:
+                for index in drops:
+                    self.groups[index].drop()
+                return
+        ledger = self._device.ledger
+        raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
+
+    def _held(self) -> list[Held]:
+        return [
+            Held(index, group.fetch_bytes, self._pins[index] > 0 or index == self._current)
+            for index, group in enumerate(self.groups)
+            if group.residence is not Residence.ABSENT
+        ]
+
+    def _make_resident(self, index: int) -> None:
+        group = self.groups[index]
+        if group.residence is Residence.ABSENT:
+            self._fetch(index)
+        if group.residence is Residence.ARRIVING:
+            group.finish_gather()
+
+    def _fetch(self, index: int) -> None:
+        group = self.groups[index]
+        self.agree(Wish(Wish.GATHER, index), f"the parameters of {group.name}")
+        if group.residence is Residence.ABSENT:
+            self._begin_gather(index)
+
+    def _begin_gather(self, index: int) -> None:
+        group = self.groups[index]
+        self.before_fetch(group)
+        self.make_room(group.fetch_bytes, f"parameters of {group.name}")
+        group.begin_gather()
+        self.gathered_elements += group.layout.padded_numel if self._ranks.size > 1 else 0
+
+    def _work_ahead(self) -> None:
+        """Starts fetching the next missing groups, where that pushes out nothing that is needed sooner."""
+        if not self.trace.known:
+            return
+        next_use = self.trace.next_use()
+        while True:
+            present = {index for index, group in enumerate(self.groups) if group.residence is not Residence.ABSENT}
+            found = next_missing(self.trace.upcoming(), present, LOOK_AHEAD)
+            if found is None:
+                return
+            index, distance = found
+            free = self._device.ledger.free_bytes
+            needed = 0 if free is None else self.groups[index].fetch_bytes - free
+            drops = choose_drops(self._held(), next_use, needed, sooner_than=distance)
+            if drops is None:
+                return
+            for drop in drops:
+                self.groups[drop].drop()
+            self._fetch(index)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, index: int) -> None:
+        """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one."""
+        gradient = self.gradients[index]
+        if self._ranks.size == 1:
+            gradient.begin_reduce(set(gradient.arrived))
+            gradient.finish_reduce()
+            return
+        bits = pack_bits(sorted(gradient.arrived), len(self.groups[index].params))
+        self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
+
+    def finish_reduces(self, leave: int = 0) -> None:
+        """Waits for reductions under way, the oldest first, until only ``leave`` are left."""
+        while len(self._reducing) > leave:
+            self.gradients[self._reducing.popleft()].finish_reduce()
+
+    def through(self) -> None:
+        """This rank needs no collective before the step. Serves the others until none of them does."""
+        self.agree(Wish(Wish.THROUGH, 0), "the end of its pass")
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def agree(self, mine: Wish, where: str) -> None:
+        """Returns when this rank's wish was served. See [Note: agreement] in shards/collectives.py."""
+        if self._ranks.size == 1:
+            return
+        while True:
+            wishes = self._ranks.announce(mine, where)
+            active = [wish for wish in wishes if wish.kind != Wish.THROUGH]
+            if not active:
+                return
+            served = active[0]
+            same = [wish for wish in wishes if (wish.kind, wish.group) == (served.kind, served.group)]
+            is_mine = (mine.kind, mine.group) == (served.kind, served.group)
+            self._serve(served, same, is_mine)
+            if is_mine:
+                return
+
+    def _serve(self, wish: Wish, same: list[Wish], mine: bool) -> None:
+        group = self.groups[wish.group]
+        if wish.kind == Wish.GATHER:
+            if group.residence is Residence.ABSENT:
+                self._begin_gather(wish.group)
+            else:
+                group.serve_gather()
+            return
+        gradient = self.gradients[wish.group]
+        present: set[int] = set()
+        for entry in same:
+            present |= unpack_bits(entry.used)
+        self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
+        self.make_room(gradient.flat_bytes, f"gradients of {group.name}")
+        gradient.begin_reduce(present, contribute=mine)
+        self._reducing.append(wish.group)
+        self.reduced_elements += group.layout.padded_numel

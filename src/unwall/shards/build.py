@@ -1,0 +1,172 @@
+"""From a module to groups: what each parameter computes in, what fits, and moving the values into shards."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unwall.plan import Plan, PlanError
+from unwall.shards.collectives import Ranks
+from unwall.shards.gradients import Gradient
+from unwall.shards.group import Group
+from unwall.shards.grouping import Entry, Unit, build_groups, entries_of, group_bytes
+from unwall.shards.layout import Layout, build_layout
+from unwall.shards.master import REMAINDER, master_bytes, rounded, write_master
+from unwall.tiers.device import DeviceTier
+from unwall.tiers.sizes import format_bytes
+
+ADAM_BYTES = 8
+"""Optimizer state a parameter that the fit is judged by: two fp32 moments."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters of one kind share flat buffers."""
+
+    dtype: torch.dtype
+    trainable: bool
+    exact: bool
+    """The master needs more than the compute dtype holds, although the parameters are frozen."""
+
+
+def compute_dtype(plan: Plan, name: str, param: nn.Parameter, fp32_names: set[str]) -> torch.dtype:
+    """fp32 parameters compute in the plan's dtype unless kept; others were given their dtype on purpose and keep it."""
+    if param.dtype is not torch.float32 or name in fp32_names:
+        return param.dtype
+    if plan.keep_fp32 is not None and plan.keep_fp32(name, param):
+        return param.dtype
+    return plan.compute_dtype
+
+
+def fp32_names(model: nn.Module) -> set[str]:
+    """Parameters of modules that keep running statistics in fp32: they compute in fp32, too."""
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase):
+            found |= {f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False)}
+    return found
+
+
+def plan_groups(model: nn.Module, plan: Plan, world_size: int) -> list[tuple[Unit, Layout]]:
+    """The groups of a model and their layouts. Allocates nothing."""
+    kept = fp32_names(model)
+
+    def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
+        dtype = compute_dtype(plan, name, param, kept)
+        return Kind(dtype, param.requires_grad, param.dtype is torch.float32 and dtype is torch.bfloat16), dtype
+
+    entries = entries_of(model, kind)
+    if not entries:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
+    limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes)
+    units = build_groups(model, entries, limit)
+    return [(unit, _layout(unit, world_size)) for unit in units]
+
+
+def _layout(unit: Unit, world_size: int) -> Layout:
+    kind = unit.entries[0].kind
+    assert isinstance(kind, Kind)
+    names = [entry.name for entry in unit.entries]
+    return build_layout(names, [entry.param.shape for entry in unit.entries], kind.dtype, world_size)
+
+
+def needed_bytes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> tuple[int, int]:
+    """Device bytes a plan holds for good, and what it needs on top while it works: two groups gathered (where one ends and
+    the next begins) and the gradients of two, each with what it is reduced to."""
+    held = 0
+    flats, grads = [0], [0]
+    for unit, layout in planned:
+        kind = unit.entries[0].kind
+        assert isinstance(kind, Kind)
+        cut = plan.stage == 3 and world_size > 1
+        owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
+        held += (layout.shard_numel if cut else layout.padded_numel) * layout.dtype.itemsize
+        grad_item = (plan.reduce_dtype or layout.dtype).itemsize
+        if kind.trainable:
+            held += owned * (ADAM_BYTES + master_bytes(layout.dtype))
+            held += (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
+            grads.append((layout.padded_numel + layout.shard_numel) * grad_item)
+        elif kind.exact:
+            held += owned * master_bytes(layout.dtype)
+        if cut:
+            flats.append(layout.flat_bytes)
+    working = sum(sorted(flats)[-2:]) + sum(sorted(grads)[-2:])
+    return held, working
+
+
+def check_fit(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> None:
+    """PlanError, with the numbers and the nearest plan that would fit, before anything is allocated."""
+    budget = plan.budget_device_bytes
+    if budget is None:
+        return
+    held, working = needed_bytes(planned, plan, world_size)
+    if held + working <= budget:
+        return
+    raise PlanError(
+        f"the plan does not fit: states on the device take {format_bytes(held)} a rank, and {format_bytes(working)} more while "
+        f"working, but device_bytes is {format_bytes(budget)} ({budget} bytes). The nearest plan that fits on {world_size} "
+        f"rank{'s' if world_size > 1 else ''}: Plan(stage={plan.stage}, device_bytes={held + working})"
+    )
+
+
+def make_groups(
+    planned: list[tuple[Unit, Layout]],
+    plan: Plan,
+    device: DeviceTier,
+    ranks: Ranks,
+    whole_value: Callable[[Entry], torch.Tensor | None],
+) -> tuple[list[Group], list[Gradient]]:
+    """Allocates the groups and moves every parameter's value into its shard, one parameter at a time.
+
+    ``whole_value`` gives a parameter's value, or None where there is none yet (meta device): NaN until it is loaded.
+    """
+    groups, gradients = [], []
+    for index, (unit, layout) in enumerate(planned):
+        group = Group(
+            index,
+            unit.name or unit.entries[0].name,
+            layout,
+            [entry.param for entry in unit.entries],
+            [entry.param.dtype for entry in unit.entries],
+            device,
+            ranks,
+            cut=plan.stage == 3 and ranks.size > 1,
+            own_all=plan.stage == 0 or ranks.size == 1,
+        )
+        _fill(group, unit, ranks, whole_value)
+        if not group.cut:
+            group.attach()
+        groups.append(group)
+        dtype = layout.dtype if not layout.dtype.is_floating_point else plan.reduce_dtype or layout.dtype
+        if layout.dtype is torch.float64:
+            dtype = layout.dtype
+        gradients.append(Gradient(group, device, ranks, dtype, keep_flat=plan.stage < 2, everywhere=plan.stage == 0))
+    ranks.begin_announcing(-(-max(len(group.params) for group in groups) // 62))
+    return groups, gradients
+
+
+def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry], torch.Tensor | None]) -> None:
+    kind = unit.entries[0].kind
+    assert isinstance(kind, Kind)
+    if group.layout.dtype is torch.bfloat16 and (kind.exact or kind.trainable):
+        group.state(REMAINDER, torch.int16)
+    (group.shard if group.cut else group.flat).zero_()  # the padding, too: it takes part in norms
+    owned = {segment.slot: segment for segment in group.owned_segments()}
+    with torch.no_grad():
+        for slot, entry in enumerate(unit.entries):
+            value = whole_value(entry)
+            if value is None:
+                value = torch.full(entry.param.shape, float("nan"), dtype=entry.param.dtype, device=group.flat.device)
+            elif ranks.size > 1:
+                value = value.to(group.flat.device).contiguous()
+                ranks.broadcast(value)
+            if not group.cut:
+                group.view_of(slot).copy_(rounded(value, group.layout.dtype))
+            if slot in owned:
+                segment = owned[slot]
+                write_master(group, segment.shard_start, value.reshape(-1)[segment.start : segment.start + segment.numel])
+            if entry.param.is_meta:  # a meta tensor cannot be given real data: exchange what is inside the object
+                real = nn.Parameter(torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad)
+                torch.utils.swap_tensors(entry.param, real)
+            group.detach_one(slot)

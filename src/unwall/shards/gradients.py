@@ -1,0 +1,180 @@
+"""A group's gradient on its way: from autograd into the flat buffer, over the ranks, into the owned run.
+
+Life cycle of one backward pass: ``take`` each parameter's gradient as autograd finishes it, ``begin_reduce`` when all are in,
+``finish_reduce`` before anyone looks. Several passes before a step add up in fp32.
+"""
+
+import torch
+
+from unwall.shards.collectives import Ranks, Work
+from unwall.shards.group import Group
+from unwall.tiers.block import MemoryBlock
+from unwall.tiers.device import DeviceTier
+
+
+class Gradient:
+    """The gradient of one group.
+
+    ``keep_flat``: gradients are not cut (stages 0 and 1): the flat buffer stays, and the sum goes back into it.
+    ``everywhere`` (stage 0): every rank ends with the whole sum, so that every rank updates everything.
+    """
+
+    def __init__(
+        self, group: Group, device: DeviceTier, ranks: Ranks, dtype: torch.dtype, *, keep_flat: bool, everywhere: bool
+    ) -> None:
+        self.group = group
+        self.dtype = dtype
+        """What it travels over the ranks in."""
+        self.arrived: set[int] = set()
+        """Parameters whose gradient is in the flat buffer and not yet reduced."""
+        self.present: set[int] = set()
+        """Parameters that have a gradient on some rank, reduced, since the last step."""
+        self.value: torch.Tensor | None = None
+        """The average over ranks of the owned run. None: no gradient."""
+        self._device = device
+        self._ranks = ranks
+        self._keep_flat = keep_flat
+        self._everywhere = everywhere
+        self._flat_block: MemoryBlock | None = None
+        self._value_block: MemoryBlock | None = None  # None while `value` lies in the flat buffer
+        self._incoming: MemoryBlock | None = None
+        self._sent: MemoryBlock | None = None
+        self._work: Work | None = None
+
+    @property
+    def flat_bytes(self) -> int:
+        """Device memory that a pass over this group's backward takes: the flat buffer and, over ranks, what it becomes."""
+        layout = self.group.layout
+        whole = layout.padded_numel * self.dtype.itemsize
+        flat = 0 if self._flat_block is not None else whole
+        return flat + (0 if self._ranks.size == 1 else whole if self._everywhere else layout.shard_numel * self.dtype.itemsize)
+
+    def take(self, slot: int, grad: torch.Tensor) -> None:
+        """Copies (or adds) one parameter's gradient into the flat buffer."""
+        flat = self._flat_for_writing()
+        place = self.group.layout.slots[slot]
+        target = flat[place.offset : place.end].view(place.shape)
+        if slot in self.arrived:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        self.arrived.add(slot)
+
+    def begin_reduce(self, present: set[int], contribute: bool = True) -> None:
+        """Starts the sum over ranks.
+
+        ``present``: parameters with a gradient on any rank. A rank that only serves another's wish does not ``contribute``:
+        it adds zeros and keeps what arrived for its own turn.
+        """
+        self.finish_reduce()
+        self.present |= present
+        if contribute:
+            self._clear_rest(self._flat_for_writing())
+            self.arrived.clear()
+        if self._ranks.size == 1:
+            self._incoming, self._flat_block = self._flat_block, None
+            return
+        layout = self.group.layout
+        if contribute:
+            assert self._flat_block is not None
+            self._sent = self._flat_block
+        else:
+            self._sent = self._allocate(layout.padded_numel)
+            self._sent.data.zero_()
+        sent = self._sent.view(self.dtype)
+        if self.dtype is torch.float16:
+            sent.div_(self._ranks.size)  # before the sum: fp16 overflows early
+        self._incoming = self._allocate(layout.shard_numel)
+        self._work = self._ranks.reduce_scatter(self._incoming.view(self.dtype), sent)
+        if self._everywhere:  # here, not in finish_reduce: every rank must call collectives in the same order
+            self._await_sum()
+            part, self._incoming = self._incoming, self._allocate(layout.padded_numel)
+            self._work = self._ranks.all_gather(self._incoming.view(self.dtype), part.view(self.dtype))
+            self._device.free(part)
+
+    def finish_reduce(self) -> None:
+        """Waits for the sum and adds it to what earlier passes left."""
+        if self._incoming is None:
+            return
+        if self._work is not None and not self._everywhere:
+            self._await_sum()
+        elif self._work is not None:
+            self._work.wait()
+            self._work = None
+        incoming, self._incoming = self._incoming, None
+        if self._sent is not None:
+            if self._sent is not self._flat_block:
+                self._device.free(self._sent)
+            elif not self._keep_flat:
+                self._release_flat()
+            self._sent = None
+        if self.value is not None:
+            self._widen()
+            self.value.add_(incoming.view(self.dtype))
+            self._device.free(incoming)
+        elif self._keep_flat and self._flat_block is not None and not self.arrived:
+            start = self.group.own_start
+            self.value = self._flat_block.view(self.dtype)[start : start + self.group.own_numel]
+            self.value.copy_(incoming.view(self.dtype))
+            self._device.free(incoming)
+        else:
+            self._value_block, self.value = incoming, incoming.view(self.dtype)
+
+    def clear(self) -> None:
+        """Forgets every gradient (``zero_grad``, or after the step)."""
+        self.finish_reduce()
+        self.arrived.clear()
+        self.present.clear()
+        self.value = None
+        if self._value_block is not None:
+            self._device.free(self._value_block)
+            self._value_block = None
+        if self._flat_block is not None:
+            self._release_flat()
+
+    def _await_sum(self) -> None:
+        assert self._work is not None
+        assert self._incoming is not None
+        self._work.wait()
+        self._work = None
+        if self.dtype is not torch.float16:
+            self._incoming.view(self.dtype).div_(self._ranks.size)
+
+    def _widen(self) -> None:
+        """Moves the value into fp32 memory of its own, to add further passes to."""
+        assert self.value is not None
+        if self._value_block is not None and self.value.dtype in (torch.float32, torch.float64):
+            return
+        dtype = torch.promote_types(self.value.dtype, torch.float32)
+        wide = self._device.allocate(self.value.numel() * dtype.itemsize, f"gradient shard of {self.group.name}")
+        wide.view(dtype).copy_(self.value)
+        if self._value_block is not None:
+            self._device.free(self._value_block)
+        self._value_block, self.value = wide, wide.view(dtype)
+
+    def _flat_for_writing(self) -> torch.Tensor:
+        self.finish_reduce()  # the flat buffer may still be on its way
+        if self.value is not None and self._value_block is None:
+            self._widen()  # the value lies in the flat buffer
+        if self._flat_block is None:
+            self._flat_block = self._allocate(self.group.layout.padded_numel)
+        return self._flat_block.view(self.dtype)
+
+    def _clear_rest(self, flat: torch.Tensor) -> None:
+        """Zeroes what no gradient was written to: missing parameters and padding."""
+        end = 0
+        for index, slot in enumerate(self.group.layout.slots):
+            if index in self.arrived:
+                if end < slot.offset:
+                    flat[end : slot.offset].zero_()
+                end = slot.end
+        if end < flat.numel():
+            flat[end:].zero_()
+
+    def _allocate(self, numel: int) -> MemoryBlock:
+        return self._device.allocate(numel * self.dtype.itemsize, f"gradients of {self.group.name}")
+
+    def _release_flat(self) -> None:
+        assert self._flat_block is not None
+        self._device.free(self._flat_block)
+        self._flat_block = None

@@ -1,0 +1,106 @@
+"""Which parameters move together: groups from a module's structure. Pure decisions over a description of the module."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+GROUPS_WANTED = 16
+"""A model is cut into at least about this many groups, so that what is in use at once is a small part of it."""
+GROUP_BYTES_MAX = 512 << 20
+"""Large enough that links and collectives run at full speed, small enough for several to be in flight."""
+GROUP_BYTES_MIN = 16 << 10
+BUDGET_SHARE = 8
+"""A group takes at most this fraction of ``device_bytes``: one in use, its gradients, the next ones on their way."""
+
+
+@dataclass
+class Entry:
+    """A parameter as grouping sees it."""
+
+    name: str
+    param: nn.Parameter
+    kind: Hashable
+    """Only parameters of one kind (dtype, trainable or not) share a flat buffer."""
+    nbytes: int
+
+
+@dataclass
+class Unit:
+    """A part of the module tree that stays together."""
+
+    name: str
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+def group_bytes(total_bytes: int, budget_bytes: int | None) -> int:
+    """How large a group may become."""
+    limit = min(max(total_bytes // GROUPS_WANTED, GROUP_BYTES_MIN), GROUP_BYTES_MAX)
+    return limit if budget_bytes is None else max(1, min(limit, budget_bytes // BUDGET_SHARE))
+
+
+def entries_of(module: nn.Module, kind: Callable[[str, nn.Parameter], tuple[Hashable, torch.dtype]]) -> list[Entry]:
+    """Every parameter once, in registration order, under its first name (a tied one has several)."""
+    found = []
+    for name, param in module.named_parameters():
+        key, dtype = kind(name, param)
+        found.append(Entry(name, param, key, param.numel() * dtype.itemsize))
+    return found
+
+
+def build_groups(module: nn.Module, entries: list[Entry], limit_bytes: int) -> list[Unit]:
+    """Cuts a model into groups of at most ``limit_bytes``, or of one module's own parameters where those are larger.
+
+    The module tree decides: a subtree that fits is kept whole, a larger one is cut at its children; small neighbours of one
+    kind are then joined. So a transformer block becomes one group, a huge one several, and all norms kept in fp32 one.
+    """
+    units: list[Unit] = []
+    _cut(module, "", {id(entry.param): entry for entry in entries}, limit_bytes, units)
+    by_kind: dict[Hashable, list[Unit]] = {}
+    for unit in units:
+        for entry in unit.entries:
+            parts = by_kind.setdefault(entry.kind, [])
+            if not parts or parts[-1].name != unit.name:
+                parts.append(Unit(unit.name))
+            parts[-1].entries.append(entry)
+    groups: list[Unit] = []
+    for parts in by_kind.values():
+        groups += _join_small(parts, limit_bytes)
+    order = {entry.name: position for position, entry in enumerate(entries)}
+    return sorted(groups, key=lambda unit: order[unit.entries[0].name])
+
+
+def _cut(module: nn.Module, name: str, left: dict[int, Entry], limit_bytes: int, units: list[Unit]) -> None:
+    inside = [left[id(param)] for param in module.parameters() if id(param) in left]
+    if not inside:
+        return
+    if sum(entry.nbytes for entry in inside) <= limit_bytes or not any(module.children()):
+        units.append(Unit(name, [left.pop(id(entry.param)) for entry in inside]))
+        return
+    own = [left.pop(id(param)) for param in module.parameters(recurse=False) if id(param) in left]
+    if own:
+        units.append(Unit(name, own))
+    for child_name, child in module.named_children():
+        _cut(child, f"{name}.{child_name}" if name else child_name, left, limit_bytes, units)
+
+
+def _join_small(parts: list[Unit], limit_bytes: int) -> list[Unit]:
+    joined: list[Unit] = []
+    for part in parts:
+        if joined and joined[-1].nbytes + part.nbytes <= limit_bytes:
+            joined[-1].entries += part.entries
+            joined[-1].name = _common_name(joined[-1].name, part.name)
+        else:
+            joined.append(Unit(part.name, list(part.entries)))
+    return joined
+
+
+def _common_name(first: str, second: str) -> str:
+    if first == second:
+        return first
+    return f"{first.split('..')[0]}..{second}"

@@ -1,0 +1,65 @@
+"""The device tier: the accelerator's memory, or plain memory with its own accounting where there is none."""
+
+import torch
+
+from unwall.tiers.block import Block, MemoryBlock, check_size
+from unwall.tiers.ledger import Ledger, TierName
+
+
+def default_device() -> torch.device:
+    """The accelerator this process computes on, or the CPU. Does not initialise the accelerator."""
+    if torch.cuda.is_available():
+        initialised = torch.cuda.is_initialized()
+        return torch.device("cuda", torch.cuda.current_device() if initialised else 0)
+    return torch.device("cpu")
+
+
+class DeviceTier:
+    """Memory on ``device`` with an account.
+
+    A block can be deflated (its storage shrinks to zero bytes, tensors that view it stay alive but must not be read) and
+    inflated again: the same storage object gets memory back, so views that autograd saved become valid again.
+    """
+
+    name: TierName = "device"
+
+    def __init__(self, device: torch.device | None = None, budget_bytes: int | None = None) -> None:
+        self.device = default_device() if device is None else device
+        self.ledger = Ledger("device", budget_bytes)
+
+    def allocate(self, nbytes: int, label: str = "") -> MemoryBlock:
+        check_size(nbytes, self.name)
+        self.ledger.reserve(nbytes, label)
+        try:
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        except BaseException:
+            self.ledger.release(nbytes)
+            raise
+        return MemoryBlock(self.ledger, nbytes, label, data)
+
+    def free(self, block: Block) -> None:
+        deflated = isinstance(block, MemoryBlock) and not block.freed and block.deflated
+        block.mark_freed(self.ledger)
+        if not deflated:
+            self.ledger.release(block.nbytes)
+
+    def deflate(self, block: MemoryBlock) -> None:
+        """Takes the block's memory away and keeps its storage object."""
+        if block.deflated:
+            raise RuntimeError(f"{block!r} is already deflated")
+        block.data.untyped_storage().resize_(0)
+        self.ledger.release(block.nbytes)
+
+    def inflate(self, block: MemoryBlock) -> None:
+        """Gives the block memory again, with undefined content."""
+        if not block.deflated:
+            raise RuntimeError(f"{block!r} is not deflated")
+        self.ledger.reserve(block.nbytes, block.label)
+        try:
+            block.data.untyped_storage().resize_(block.nbytes)
+        except BaseException:
+            self.ledger.release(block.nbytes)
+            raise
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with its blocks."""

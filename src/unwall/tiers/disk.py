@@ -1,0 +1,145 @@
+"""The disk tier: one preallocated file a drive and rank, cut into extents."""
+
+import contextlib
+import errno
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from unwall.native.disk import DiskEngine, DiskFile, Operation
+from unwall.native.library import NativeError
+from unwall.native.ticket import NativeTicket
+from unwall.tiers.block import Block, DiskBlock, check_size
+from unwall.tiers.claim import Claim, claim
+from unwall.tiers.extents import FreeList
+from unwall.tiers.ledger import Ledger, TierName
+from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes
+
+GROWTH_BYTES = 256 << 20
+STRIPE_BYTES = 4 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskTier:
+    """Bytes on one drive or several (striped), behind an account. The files go when the tier does: at ``close``, when it
+    is dropped, at exit.
+
+    The files grow in steps of ``growth_bytes`` and never past the budget; growing allocates the blocks on the drive, so a
+    full drive is an error here (ENOSPC, nothing lost), not in the middle of a write.
+    """
+
+    name: TierName = "disk"
+
+    def __init__(
+        self,
+        directories: Sequence[str | Path],
+        budget_bytes: int | None = None,
+        *,
+        rank: int = 0,
+        engine: DiskEngine | None = None,
+        growth_bytes: int = GROWTH_BYTES,
+    ) -> None:
+        if isinstance(directories, str) or not directories:
+            raise ValueError(f"the disk tier needs a list of one directory or more, got {directories!r}")
+        self.ledger = Ledger("disk", budget_bytes)
+        self._lock = threading.Lock()
+        self._free = FreeList()
+        self._growth_bytes = align_up(growth_bytes, STRIPE_BYTES * len(directories))
+        self.removed: list[Path] = []
+        """Files of dead processes that were found and removed."""
+        claims: list[Claim] = []
+        self.engine = DiskEngine() if engine is None else engine
+        owned_engine = self.engine if engine is None else None
+        try:
+            for directory in directories:
+                owned, removed = claim(Path(directory), rank)
+                claims.append(owned)
+                self.removed += removed
+            self.paths = [owned.path for owned in claims]
+            self._file = self.engine.open(self.paths, stripe_bytes=STRIPE_BYTES, create=False)
+        except BaseException:
+            _shut(None, owned_engine, claims)
+            raise
+        self._shut = weakref.finalize(self, _shut, self._file, owned_engine, claims)
+
+    def allocate(self, nbytes: int, label: str = "") -> DiskBlock:
+        check_size(nbytes, self.name)
+        if not self._shut.alive:
+            raise RuntimeError("this disk tier is closed")
+        self.ledger.reserve(align_up(nbytes), label)
+        try:
+            with self._lock:
+                self._grow(self._free.shortage(nbytes), label)
+                return DiskBlock(self.ledger, nbytes, label, self._free.take(nbytes))
+        except BaseException:
+            self.ledger.release(align_up(nbytes))
+            raise
+
+    def free(self, block: Block) -> None:
+        """Waits for requests on the block that are still in flight: its place must not be handed out under them."""
+        block.mark_freed(self.ledger)
+        assert isinstance(block, DiskBlock)
+        with self._lock:
+            in_flight = list(block.in_flight)
+        for ticket in in_flight:
+            with contextlib.suppress(Exception):  # who asked for it gets the error from the ticket
+                ticket.wait()
+        with self._lock:
+            self._free.give_back(block.extents)
+        self.ledger.release(align_up(block.nbytes))
+
+    def read(self, block: DiskBlock, offset: int, address: int, nbytes: int, keep: object = None) -> list[NativeTicket]:
+        """Reads into memory at ``address``, which has room for ``nbytes`` rounded up to the alignment. ``keep`` owns it."""
+        return self._submit("read", block, offset, address, nbytes, keep)
+
+    def write(self, block: DiskBlock, offset: int, address: int, nbytes: int, keep: object = None) -> list[NativeTicket]:
+        """Writes from memory at ``address``, which is readable for ``nbytes`` rounded up to the alignment."""
+        return self._submit("write", block, offset, address, nbytes, keep)
+
+    def close(self) -> None:
+        """Finishes requests in flight, closes and removes the files. Blocks become useless. A second call does nothing."""
+        self._shut()
+
+    def _submit(
+        self, op: Operation, block: DiskBlock, offset: int, address: int, nbytes: int, keep: object
+    ) -> list[NativeTicket]:
+        submit = self._file.read if op == "read" else self._file.write
+        tickets = []
+        for extent, position in block.pieces(offset, align_up(nbytes)):
+            ticket = submit(extent.offset, address + position, extent.nbytes, keep=(keep,))
+            tickets.append(ticket)
+            with self._lock:
+                block.in_flight.add(ticket)
+        return tickets
+
+    def _grow(self, shortage_bytes: int, label: str) -> None:
+        if shortage_bytes == 0:
+            return
+        size = self._free.size_bytes
+        step = align_up(shortage_bytes, self._growth_bytes)
+        if self.ledger.budget_bytes is not None:
+            within_budget = (self.ledger.budget_bytes - size) // ALIGNMENT * ALIGNMENT
+            step = max(shortage_bytes, min(step, within_budget))
+        for attempt in (step, shortage_bytes):  # the drive may have room for what is needed, but not for a whole step
+            try:
+                self._file.resize(size + attempt)
+            except OSError as error:
+                if error.errno in _FULL and attempt > shortage_bytes:
+                    continue
+                where = ", ".join(str(path.parent) for path in self.paths)
+                error.add_note(f"{label or 'a block'} needs {format_bytes(shortage_bytes)} more on disk in {where}")
+                raise
+            self._free.grow(attempt)
+            return
+
+
+def _shut(file: DiskFile | None, owned_engine: DiskEngine | None, claims: list[Claim]) -> None:
+    """What closing a tier means. Knows no tier, so that it can run when the tier is gone."""
+    if owned_engine is not None:
+        owned_engine.close()
+    elif file is not None:
+        with contextlib.suppress(NativeError):  # the engine is closed and its files with it, or it is the parent's
+            file.close()
+    for owned in claims:
+        owned.release()

@@ -1,0 +1,74 @@
+"""The host tier: exact-size memory, page-locked on request."""
+
+import weakref
+from typing import Any
+
+import torch
+
+from unwall.native.memory import HostMemory
+from unwall.native.pool import WorkerPool
+from unwall.tiers.block import Block, MemoryBlock, check_size
+from unwall.tiers.ledger import Ledger, TierName
+from unwall.tiers.sizes import format_bytes
+
+
+class HostTier:
+    """Host memory with an account. Blocks are exactly as large as asked (to the page), zeroed, and touched in parallel.
+
+    ``pinned`` blocks are page-locked through the CUDA runtime where an accelerator is present, so that copies to and from
+    the device run asynchronously and at the link's full speed; elsewhere the flag means nothing. Only what crosses the link
+    needs it.
+    """
+
+    name: TierName = "host"
+
+    def __init__(self, pool: WorkerPool | None = None, budget_bytes: int | None = None) -> None:
+        self.ledger = Ledger("host", budget_bytes)
+        self._pool = pool
+
+    def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> "HostBlock":
+        check_size(nbytes, self.name)
+        self.ledger.reserve(nbytes, label)
+        try:
+            memory = HostMemory(nbytes, self._pool)
+            buffer = memory.buffer()
+            pinned = pinned and torch.cuda.is_available()
+            if pinned:
+                _page_lock(buffer, memory.address, nbytes)
+            data = torch.frombuffer(buffer, dtype=torch.uint8)
+        except BaseException:
+            self.ledger.release(nbytes)
+            raise
+        return HostBlock(self.ledger, nbytes, label, data, pinned)
+
+    def free(self, block: Block) -> None:
+        block.mark_freed(self.ledger)
+        self.ledger.release(block.nbytes)
+
+    def close(self) -> None:
+        """Nothing to do: memory goes with its blocks."""
+
+
+class HostBlock(MemoryBlock):
+    """Host memory with an address that native code and O_DIRECT can use (page-aligned)."""
+
+    def __init__(self, ledger: Ledger, nbytes: int, label: str, data: torch.Tensor, pinned: bool) -> None:
+        super().__init__(ledger, nbytes, label, data)
+        self.pinned = pinned
+
+    @property
+    def address(self) -> int:
+        return self.data.data_ptr()
+
+
+def _page_lock(buffer: Any, address: int, nbytes: int) -> None:
+    """Locks the pages for as long as ``buffer`` lives: a copy in flight holds it, even when its block was freed."""
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, nbytes, 0))
+    if code != 0:
+        raise RuntimeError(
+            f"page-locking {format_bytes(nbytes)} of host memory failed with CUDA error {code}; "
+            "lower host_bytes or raise `ulimit -l`"
+        )
+    # Called before the buffer lets go of the mapping. At exit the process goes, and the locks with it.
+    weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False

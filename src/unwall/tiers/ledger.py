@@ -1,0 +1,68 @@
+"""Counts the bytes a tier holds and refuses what would not fit."""
+
+import threading
+from typing import Literal
+
+from unwall.tiers.sizes import format_bytes
+
+TierName = Literal["device", "host", "disk"]
+
+
+class BudgetError(RuntimeError):
+    """A request would take a tier past its budget. Nothing was allocated."""
+
+    def __init__(self, tier: TierName, asked_bytes: int, live_bytes: int, budget_bytes: int, label: str) -> None:
+        super().__init__(
+            f"{tier} tier: {label or 'a request'} needs {format_bytes(asked_bytes)} ({asked_bytes} bytes), but "
+            f"{format_bytes(live_bytes)} of its budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) are in use. "
+            f"Raise {tier}_bytes in the Plan, or move state to a larger tier."
+        )
+        self.tier = tier
+        self.asked_bytes = asked_bytes
+        self.live_bytes = live_bytes
+        self.budget_bytes = budget_bytes
+
+
+class Ledger:
+    """Live and peak bytes of one tier against its budget. Safe to use from several threads."""
+
+    def __init__(self, tier: TierName, budget_bytes: int | None = None) -> None:
+        if budget_bytes is not None and budget_bytes < 0:
+            raise ValueError(f"{tier}_bytes must not be negative, got {budget_bytes}")
+        self.tier = tier
+        self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._live = 0
+        self._peak = 0
+
+    @property
+    def live_bytes(self) -> int:
+        return self._live
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What the budget leaves, or None without a budget."""
+        return None if self.budget_bytes is None else self.budget_bytes - self._live
+
+    def reserve(self, nbytes: int, label: str = "") -> None:
+        """Counts ``nbytes`` as live, or raises BudgetError and counts nothing."""
+        with self._lock:
+            if self.budget_bytes is not None and self._live + nbytes > self.budget_bytes:
+                raise BudgetError(self.tier, nbytes, self._live, self.budget_bytes, label)
+            self._live += nbytes
+            self._peak = max(self._peak, self._live)
+
+    def release(self, nbytes: int) -> None:
+        with self._lock:
+            if nbytes > self._live:
+                raise RuntimeError(f"{self.tier} tier: {nbytes} bytes released, but only {self._live} are live")
+            self._live -= nbytes
+
+    def reset_peak(self) -> None:
+        """The peak counts anew from what is live now."""
+        with self._lock:
+            self._peak = self._live

@@ -1,0 +1,46 @@
+"""A bounded ring of host buffers through which disk and device exchange bytes."""
+
+from unwall.tiers.host import HostBlock, HostTier
+from unwall.tiers.sizes import ALIGNMENT
+
+
+class BounceRing:
+    """``slots`` page-locked host buffers of ``slot_bytes`` each, for one thread: what its copies cost in host memory,
+    whatever they move. Slots come into being at first use."""
+
+    def __init__(self, host: HostTier, slots: int, slot_bytes: int) -> None:
+        if slots < 2 or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
+            raise ValueError(f"a ring has 2 slots or more of a multiple of {ALIGNMENT} bytes, got {slots} x {slot_bytes}")
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._host = host
+        self._free: list[HostBlock] = []
+        self._used: set[HostBlock] = set()
+
+    @property
+    def in_use(self) -> int:
+        """How many slots are taken now."""
+        return len(self._used)
+
+    def full(self) -> bool:
+        """True when all slots are in use."""
+        return len(self._used) == self.slots
+
+    def acquire(self) -> HostBlock:
+        """A free slot. RuntimeError when the ring is full: release one first."""
+        if self.full():
+            raise RuntimeError(f"all {self.slots} slots of the bounce ring are in use")
+        slot = self._free.pop() if self._free else self._host.allocate(self.slot_bytes, "bounce ring", pinned=True)
+        self._used.add(slot)
+        return slot
+
+    def release(self, slot: HostBlock) -> None:
+        if slot not in self._used:
+            raise ValueError(f"{slot!r} is not a slot in use (released twice?)")
+        self._used.remove(slot)
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Frees the slots that are not in use."""
+        while self._free:
+            self._host.free(self._free.pop())

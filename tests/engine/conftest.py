@@ -1,0 +1,31 @@
+"""Fixtures of the engine tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The plain reference runs here and the ranks elsewhere: with one thread each, their kernels add in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(n)``: the pool of n ranks of this file, started when first asked for."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            pools[world_size] = RankPool(world_size)
+        return pools[world_size]
+
+    yield pool
+    for started in pools.values():
+        started.close()

@@ -1,0 +1,48 @@
+"""A layer imports only layers below it (those earlier in this list)."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import unwall
+
+LAYERS = ["native", "tiers", "plan", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
+TOP = ["api", "cli", "demo", "report", "integrations", "__init__"]
+ROOT = Path(unwall.__file__).parent
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "unwall":
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "unwall"}
+    return found
+
+
+def test_layers_import_downward_only():
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        here = path.relative_to(ROOT).with_suffix("").parts[0]
+        if here in TOP:
+            continue
+        assert here in LAYERS, f"{path}: name the layer '{here}' in LAYERS"
+        for module in imports_of(path):
+            if LAYERS.index(layer_of(module)) > LAYERS.index(here) if layer_of(module) in LAYERS else True:
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert not wrong, wrong
+
+
+def test_import_is_light_and_leaves_the_accelerator_alone():
+    code = (
+        "import time, torch; start = time.perf_counter(); import unwall; "
+        "assert not torch.cuda.is_initialized(); print(time.perf_counter() - start)"
+    )
+    seconds = float(subprocess.check_output([sys.executable, "-c", code], text=True))
+    assert seconds < 1.0
