@@ -104,7 +104,7 @@ def test_a_plain_torch_optimizer_over_a_sharded_model_does_not_pass_in_silence(s
         optimizer.step()
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps, copy.copy])
+@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
 def test_copies_of_a_sharded_model(sharded, make):
     with pytest.raises((*REFUSED, TypeError, pickle.PicklingError), match="state_dict"):
         make(sharded)

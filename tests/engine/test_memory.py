@@ -1,5 +1,6 @@
 """What a rank holds and sends, against the formulas of ZeRO, by the engine's own count and by the process's memory."""
 
+import ctypes
 import gc
 
 import psutil
@@ -11,7 +12,7 @@ from torch import nn
 import unwall
 from unwall.plan import Plan
 
-WIDTH, LAYERS = 512, 8
+WIDTH, LAYERS = 512, 16
 LAYER = WIDTH * WIDTH
 PSI = LAYERS * LAYER
 SLACK = 1.02
@@ -19,7 +20,7 @@ SLACK = 1.02
 
 
 class Stack(nn.Module):
-    """Eight layers of the same size (256 Ki parameters, 1 MiB in fp32), without biases."""
+    """Layers of one size (256 Ki parameters, 1 MiB in fp32), without biases."""
 
     def __init__(self):
         super().__init__()
@@ -29,6 +30,13 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
+
+
+def resident_bytes():
+    """What the process really holds: freed memory is given back to the system first, as the allocator would keep some."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
 
 
 def live(model):
@@ -87,13 +95,12 @@ def states_bf16(stage, n):
 def test_live_bytes_follow_the_formula(ranks, stage, world, dtype, states):
     plan = Plan(stage=stage, compute_dtype=dtype, **ON_DEVICE)
     parameters, gradients, optimizer = (bytes_each * PSI for bytes_each in states(stage, world))
-    for held, idle, _, _ in ranks(world).run(measure, plan, tight=stage == 3):
+    for held, idle, _, budget in ranks(world).run(measure, plan, tight=stage == 3):
         # after a step: parameters and optimizer state; gradients were used up, nothing is gathered
         assert parameters + optimizer <= idle <= SLACK * (parameters + optimizer)
         # before the step: the gradients too. In stage 3 layers may still be gathered, within the budget (next test).
         assert parameters + optimizer + gradients <= held
-        if stage < 3 or world == 1:
-            assert held <= SLACK * (parameters + optimizer + gradients)
+        assert held <= (budget if stage == 3 and world > 1 else SLACK * (parameters + optimizer + gradients))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -104,50 +111,55 @@ def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
     whole_layer = dtype.itemsize * LAYER
     for _, _, peak, budget in ranks(world).run(measure, plan, tight=True):
         assert peak <= budget
-        # What the smallest budget has to hold beside a rank's states: the layer in use, its whole gradient, and one of
-        # each on its way. A model that was gathered whole would need eight layers.
-        assert budget <= SLACK * (states + 4 * whole_layer) * 1.05  # 5%: the step of the search for it
-        assert peak < states + LAYERS * whole_layer
+        # What the smallest budget has to hold beside a rank's states: the layer in use and the next one on its way; the whole
+        # gradient being computed and the one being reduced; the shard it is reduced into.
+        working = (2 + 2 + 1 / world) * whole_layer
+        assert budget <= 1.05 * (states + working) + 64  # the step of the search for it
+        assert peak < states + LAYERS * whole_layer  # what a model that is gathered whole would take
 
 
 def count(stage, budget):
     """Parameters gathered and reduced in one iteration, once the engine knows the order of the layers."""
     plan = Plan(stage=stage, compute_dtype=torch.float32, **ON_DEVICE)
-    model, optimizer, _ = build(plan, tight=budget == "small")
+    model, optimizer, budget_bytes = build(plan, tight=budget == "small")
     for _ in range(3):
         unwall.stats(model).reset()
         backward(model, plan)
         optimizer.step()
         optimizer.zero_grad()
     collectives = unwall.stats(model).collectives
-    return collectives["all_gather"].elements, collectives["reduce_scatter"].elements
+    return collectives["all_gather"].elements, collectives["reduce_scatter"].elements, budget_bytes
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_send_two_psi(ranks, stage, world):
     """Gradients are reduced to their shards, updated parameters gathered from theirs."""
-    for gathered, reduced in ranks(world).run(count, stage, "large"):
+    for gathered, reduced, _ in ranks(world).run(count, stage, "large"):
         assert (gathered, reduced) == (PSI, PSI)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_stage_3_with_room_sends_two_psi(ranks, world):
     """Gathered once, in forward, and kept for backward."""
-    for gathered, reduced in ranks(world).run(count, 3, "large"):
+    for gathered, reduced, _ in ranks(world).run(count, 3, "large"):
         assert (gathered, reduced) == (PSI, PSI)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_stage_3_without_room_sends_three_psi(ranks, world):
     """Gathered in forward and again in backward, but for the last layers, which backward starts with and finds in place."""
-    for gathered, reduced in ranks(world).run(count, 3, "small"):
-        assert 2 * PSI - 2 * LAYER <= gathered <= 2 * PSI
+    parameters, _, optimizer = (bytes_each * PSI for bytes_each in states_fp32(3, world))
+    for gathered, reduced, budget_bytes in ranks(world).run(count, 3, "small"):
+        # Forward may fill the room that gradients take later. It is what lets backward find layers in place.
+        kept = (budget_bytes - parameters - optimizer) // (4 * LAYER)
+        assert kept < LAYERS
+        assert 2 * PSI - kept * LAYER <= gathered <= 2 * PSI
         assert reduced == PSI
 
 
 def train_long(stage, iterations, tight):
-    """Live bytes and the process's memory after a third of the iterations and at the end."""
+    """Live bytes and the process's memory after a quarter of the iterations and at the end."""
     plan = Plan(stage=stage, compute_dtype=torch.float32, **ON_DEVICE)
     model, optimizer, _ = build(plan, tight)
     seen = []
@@ -156,8 +168,7 @@ def train_long(stage, iterations, tight):
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in (iterations // 4, iterations):
-            gc.collect()
-            seen.append((live(model), unwall.stats(model).tiers["device"].peak_bytes, psutil.Process().memory_info().rss))
+            seen.append((live(model), unwall.stats(model).tiers["device"].peak_bytes, resident_bytes()))
     return seen
 
 
@@ -166,27 +177,28 @@ def test_nothing_grows_over_200_iterations(ranks, world, stage):
     for early, late in ranks(world).run(train_long, stage, 200, stage == 3 and world > 1):
         assert late[0] == early[0]
         assert late[1] == early[1]
-        # 150 iterations. Losing one layer's gradient in each would be 150 MiB, one shard's worth 75.
-        assert late[2] - early[2] < 8 << 20
+        # 150 iterations. Losing one layer's gradient in each would be 150 MiB, one shard's worth 75. What malloc keeps for
+        # gloo's threads settles within some hundred iterations, about 20 MiB.
+        assert late[2] - early[2] < 40 << 20
 
 
 def lifetime():
-    """A model that is let go gives its memory back."""
-    before = psutil.Process().memory_info().rss
-    for _ in range(20):
-        plan = Plan(compute_dtype=torch.float32, **ON_DEVICE)
+    """What is left after each of five models was trained and let go."""
+    plan = Plan(compute_dtype=torch.float32, **ON_DEVICE)
+    left = []
+    for _ in range(5):
         model, optimizer, _ = build(plan, tight=False)
         backward(model, plan)
         optimizer.step()
         del model, optimizer
-        gc.collect()
-    return psutil.Process().memory_info().rss - before
+        left.append(resident_bytes())
+    return left
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_model_that_is_let_go_gives_its_memory_back(ranks, world):
-    for grown in ranks(world).run(lifetime):
-        assert grown < 3 * 16 * PSI // world  # 20 of them were made: each had 16 bytes a parameter over the ranks
+    for left in ranks(world).run(lifetime):
+        assert left[4] - left[0] < 16 * PSI // world  # less than one of the four that came and went
 
 
 def inference(stage):

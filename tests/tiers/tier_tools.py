@@ -85,7 +85,7 @@ def tmpfs(directory: Path, size_bytes: int) -> Iterator[Path]:
     try:
         yield directory
     finally:
-        subprocess.run(["umount", str(directory)], check=True)
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)  # lazy: a failed test may have left files open
 
 
 class Child:

@@ -180,7 +180,9 @@ def _check_element_wise(optimizer: torch.optim.Optimizer) -> None:
                     param.grad = part.clone()
                 trial.step()
     except Exception as error:
-        raise ValueError(f"{name} cannot be wrapped as an element-wise optimizer: a trial step on flat pieces failed with: {error}") from error
+        raise ValueError(
+            f"{name} cannot be wrapped as an element-wise optimizer: a trial step on flat pieces failed with: {error}"
+        ) from error
     if not torch.equal(whole.detach().flatten(), torch.cat([piece.detach() for piece in pieces])):
         raise ValueError(
             f"{name} is not element-wise: updating a parameter in pieces gives another result than updating it whole, so it "

@@ -1,6 +1,7 @@
 """Ties a model's modules to the engine: hooks, watched parameter mappings, casts at the edges."""
 
 import functools
+import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -12,13 +13,15 @@ from unwall.runtime.engine import Engine
 from unwall.runtime.outputs import cast_floats
 from unwall.runtime.whole import StateDictHooks, WholeParams
 
-_engines = WeakIdKeyDictionary()  # module or parameter -> Engine
+# Module or parameter -> weak reference to its engine. The hooks on the modules own the engine: it goes with the model.
+_engines = WeakIdKeyDictionary()
 
 
 def engine_of(thing: nn.Module | nn.Parameter) -> Engine | None:
     """The engine of a sharded model, of one of its modules, or of one of its parameters."""
     found = _engines.get(thing)
-    return found if isinstance(found, Engine) else None
+    engine = found() if found is not None else None
+    return engine if isinstance(engine, Engine) else None
 
 
 def refuse_copy() -> NoReturn:
@@ -118,12 +121,17 @@ class Watched(dict[str, Any]):
         refuse_pickle()
 
 
-class Arrived(Hook):
-    """After autograd has accumulated a parameter's gradient."""
+class Arrived:
+    """After autograd has accumulated a parameter's gradient. Held by autograd, out of the garbage collector's sight."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
 
     def __call__(self, param: torch.Tensor) -> None:
+        engine = self._engine()
         assert isinstance(param, nn.Parameter)
-        self.engine.arrived(param)
+        if engine is not None:
+            engine.arrived(param)
 
 
 def install(engine: Engine, model: nn.Module) -> None:
@@ -131,11 +139,11 @@ def install(engine: Engine, model: nn.Module) -> None:
     engine.on_gradient = Arrived(engine)
     for group in engine.groups:
         for param in group.params:
-            _engines[param] = engine
+            _engines[param] = weakref.ref(engine)
             engine.hook_gradient(param)
     compute = engine.plan.compute_dtype
     for module, unit in _units(model):
-        _engines[module] = engine
+        _engines[module] = weakref.ref(engine)
         own = tuple(module.parameters() if unit else module.parameters(recurse=False))
         groups = tuple(dict.fromkeys(engine.places[id(param)][0] for param in own))
         unseen = own if unit or isinstance(module, nn.RNNBase) else ()

@@ -12,7 +12,7 @@ from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Entry, Unit, build_groups, entries_of, group_bytes
 from unwall.shards.layout import Layout, build_layout
-from unwall.shards.master import REMAINDER, master_bytes, rounded, write_master
+from unwall.shards.master import MASTER, REMAINDER, master_bytes, rounded, write_master
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.sizes import format_bytes
 
@@ -73,9 +73,9 @@ def _layout(unit: Unit, world_size: int) -> Layout:
 
 def needed_bytes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> tuple[int, int]:
     """Device bytes a plan holds for good, and what it needs on top while it works: two groups gathered (where one ends and
-    the next begins) and the gradients of two, each with what it is reduced to."""
+    the next begins), the gradients of two, and what one of these is reduced to."""
     held = 0
-    flats, grads = [0], [0]
+    flats, grads, parts = [0], [0], [0]
     for unit, layout in planned:
         kind = unit.entries[0].kind
         assert isinstance(kind, Kind)
@@ -86,12 +86,13 @@ def needed_bytes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int
         if kind.trainable:
             held += owned * (ADAM_BYTES + master_bytes(layout.dtype))
             held += (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
-            grads.append((layout.padded_numel + layout.shard_numel) * grad_item)
+            grads.append(layout.padded_numel * grad_item)
+            parts.append(layout.shard_numel * grad_item)
         elif kind.exact:
             held += owned * master_bytes(layout.dtype)
         if cut:
             flats.append(layout.flat_bytes)
-    working = sum(sorted(flats)[-2:]) + sum(sorted(grads)[-2:])
+    working = sum(sorted(flats)[-2:]) + sum(sorted(grads)[-2:]) + max(parts)
     return held, working
 
 
@@ -151,6 +152,8 @@ def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry],
     assert isinstance(kind, Kind)
     if group.layout.dtype is torch.bfloat16 and (kind.exact or kind.trainable):
         group.state(REMAINDER, torch.int16)
+    if group.layout.dtype is torch.float16:
+        group.state(MASTER, torch.float32)
     (group.shard if group.cut else group.flat).zero_()  # the padding, too: it takes part in norms
     owned = {segment.slot: segment for segment in group.owned_segments()}
     with torch.no_grad():
@@ -167,6 +170,8 @@ def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry],
                 segment = owned[slot]
                 write_master(group, segment.shard_start, value.reshape(-1)[segment.start : segment.start + segment.numel])
             if entry.param.is_meta:  # a meta tensor cannot be given real data: exchange what is inside the object
-                real = nn.Parameter(torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad)
+                real = nn.Parameter(
+                    torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad
+                )
                 torch.utils.swap_tensors(entry.param, real)
             group.detach_one(slot)
