@@ -140,7 +140,7 @@ def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
         if name in names:
             return mesh.get_group(name)
     raise ValueError(
-        f"the mesh has several dimensions ({', '.join(names) or 'unnamed'}): name the data-parallel one 'dp' or pass mesh['...']"
+        f"a mesh of several dimensions ({', '.join(names) or 'unnamed'}): call the data-parallel one 'dp' or pass mesh['it']"
     )
 
 

@@ -1,0 +1,164 @@
+"""The engine on an accelerator. Run on a GPU machine: ``PYTHONPATH=src python3 -m pytest tests/engine/test_gpu.py -m gpu``."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unwall
+from unwall.plan import Plan
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
+
+WIDTH = 256
+
+
+class Net(nn.Module):
+    """A tied head, a frozen part, norms, a block that is recomputed: what the engine has to follow on streams."""
+
+    def __init__(self, frozen=False, recompute=False):
+        super().__init__()
+        self.recompute = recompute
+        self.embed = nn.Embedding(500, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+        if frozen:
+            self.blocks[1].requires_grad_(False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.recompute else block(x))
+        return F.linear(x, self.embed.weight).float()
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 500, (4, 33), generator=generator).cuda() for _ in range(steps)]
+
+
+def loss_of(model, rows):
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def plain_mixed(model, rows, dtype, clip, steps):
+    """bf16 or fp16 copy for forward and backward, fp32 master, AdamW."""
+    master = model
+    work = copy.deepcopy(model).to(dtype)
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-3)
+    losses = []
+    for batch in rows[:steps]:
+        loss = loss_of(work, batch)
+        loss.backward()
+        for into, param in zip(master.parameters(), work.parameters(), strict=True):
+            into.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        if clip:
+            nn.utils.clip_grad_norm_(master.parameters(), clip)
+        optimizer.step()
+        with torch.no_grad():
+            for param, source in zip(work.parameters(), master.parameters(), strict=True):
+                param.copy_(source)
+        losses.append(loss.item())
+    return losses, master.state_dict()
+
+
+def ours(model, rows, plan, clip, steps):
+    unwall.shard(model, plan)
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-3, max_grad_norm=clip)
+    losses = []
+    for batch in rows[:steps]:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def distance(a, b):
+    top = sum((a[key].cpu().double() - b[key].cpu().double()).square().sum() for key in b)
+    return (top / sum(b[key].cpu().double().square().sum() for key in b)).sqrt().item()
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize(("frozen", "recompute"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-3)], ids=["fp32", "bf16"])
+def test_parity(dtype, limit, frozen, recompute, clip):
+    torch.manual_seed(0)
+    plain = Net(frozen, recompute).cuda()
+    sharded = copy.deepcopy(plain).cpu()  # the engine moves it to the accelerator itself
+    rows = batches(10)
+    expected, state = plain_mixed(plain, rows, dtype, clip, 10)
+    losses, got = ours(sharded, rows, Plan(compute_dtype=dtype), clip, 10)
+    assert next(sharded.parameters()).is_cuda
+    assert losses == pytest.approx(expected, rel=1e-5 if dtype is torch.float32 else 2e-3)
+    assert distance(got, state) < limit
+
+
+def test_fp16_overflow_skips_the_step():
+    torch.manual_seed(0)
+    model = Net()
+    unwall.shard(model, Plan(compute_dtype=torch.float16))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-3)
+    before = model.state_dict()
+    optimizer.scaler.scale = 2.0**40
+    optimizer.scale(loss_of(model, batches(1)[0])).backward()
+    optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert optimizer.scaler.scale == 2.0**39
+
+
+def test_the_device_kernel_is_the_host_kernel():
+    """One update of random states, split master and not, against the native kernel."""
+    from unwall.native.pool import AdamWStep
+    from unwall.optim.kernels import Span, adamw
+    from unwall.shards.master import join, split
+
+    generator = torch.Generator().manual_seed(0)
+    n = 100_003
+    values, grad = torch.randn(n, generator=generator), torch.randn(n, generator=generator)
+    step = AdamWStep(lr=1e-2, weight_decay=0.1, grad_scale=0.5, step=3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        results = []
+        for device in ("cpu", "cuda"):
+            moments = [torch.randn(n, generator=torch.Generator().manual_seed(7)).abs().to(device) for _ in range(2)]
+            if dtype is torch.bfloat16:
+                half, rest = (part.to(device) for part in split(values))
+                span = Span(half, *moments, grad.to(device, dtype), remainder=rest)
+            elif dtype is torch.float16:
+                span = Span(values.to(device, dtype), *moments, grad.to(device, dtype), master=values.to(device, copy=True))
+            else:
+                span = Span(values.to(device, copy=True), *moments, grad.to(device))
+            ticket = adamw(span, step)
+            if ticket is not None:
+                ticket.wait()
+            master = span.master if span.master is not None else span.param
+            results.append((join(half, rest) if dtype is torch.bfloat16 else master).cpu())
+        assert torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-7)
+
+
+def test_wrap_and_init():
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    with unwall.init():
+        model = Net()
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    state = model.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
+    plain.cuda()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = unwall.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for batch in batches(5):
+        for net, stepper in ((plain, reference), (model, optimizer)):
+            loss_of(net, batch).backward()
+            stepper.step()
+            stepper.zero_grad()
+    assert distance(model.state_dict(), plain.state_dict()) < 1e-5
