@@ -1,5 +1,6 @@
 """The public functions."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,8 +33,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     plan = Plan() if plan is None else plan
     _check_plan(plan)
     _check_model(model)
-    ranks = Ranks(_process_group(mesh))
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
+    ranks = Ranks(_process_group(mesh), device.device.type)
     planned = plan_groups(model, plan, ranks.size)
     check_fit(planned, plan, ranks.size)
     groups, gradients = make_groups(planned, plan, device, ranks, lambda entry: whole_value(entry.param))
@@ -132,7 +133,14 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if dist.is_available() and dist.is_initialized():
+            return dist.group.WORLD
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise RuntimeError(
+                f"this is one of {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), but torch.distributed is not initialised: call "
+                "torch.distributed.init_process_group() first, or every rank would train a model of its own"
+            )
+        return None
     if mesh.ndim == 1:
         return mesh.get_group()
     names = mesh.mesh_dim_names or ()

@@ -1,14 +1,11 @@
 """Small models, each with one thing about it that an engine could get wrong."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from reference import Case, mse
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutput
 
 WIDTH = 16
 VOCABULARY = 24
@@ -189,53 +186,56 @@ class IndexNet(nn.Module):
         return self.body(x[:, self.order])
 
 
-@dataclass
-class Pair:
-    left: torch.Tensor
-    right: torch.Tensor
-
-
-class OutputNet(nn.Module):
-    """Inner modules that give tuples, dicts, dataclasses, lists inside dicts, and ModelOutput."""
+class StridedNet(nn.Module):
+    """Parameters that are not contiguous: transposed, a row of a matrix, channels last."""
 
     def __init__(self):
         super().__init__()
-        self.parts = nn.ModuleList(Give(kind) for kind in ("tuple", "dict", "dataclass", "nested", "output"))
+        self.mix = nn.Parameter((torch.randn(WIDTH, WIDTH) / 4).t())
+        self.gain = nn.Parameter(torch.randn(2, WIDTH).select(0, 1))
+        self.conv = nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)
 
     def forward(self, x):
-        total = x
-        for part in self.parts:
-            out = part(torch.tanh(total))
-            if part.kind == "tuple":
-                total = out[0] + out[1]
-            elif part.kind == "dict":
-                total = out["left"] + out["right"]
-            elif part.kind == "dataclass":
-                total = out.left + out.right
-            elif part.kind == "nested":
-                total = out["all"][0]["left"] + out["all"][1][0]
-            else:
-                total = out.last_hidden_state + out.hidden_states[0]
-        return total
+        return self.conv((x @ self.mix * self.gain).view(-1, 4, 2, 2)).flatten(1)
 
 
-class Give(nn.Module):
-    def __init__(self, kind):
+class SharedNet(nn.Module):
+    """One module under several names."""
+
+    def __init__(self):
         super().__init__()
-        self.kind = kind
-        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+        block = nn.Sequential(linear(), nn.Tanh())
+        self.blocks = nn.ModuleList([block, block, linear(), block])
+        self.last = block
 
     def forward(self, x):
-        left, right = x @ self.left, x @ self.right
-        if self.kind == "tuple":
-            return left, right, None, 3
-        if self.kind == "dict":
-            return {"left": left, "right": right}
-        if self.kind == "dataclass":
-            return Pair(left, right)
-        if self.kind == "nested":
-            return {"all": [{"left": left}, (right, "text")]}
-        return BaseModelOutput(last_hidden_state=left, hidden_states=(right,))
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class PromptNet(nn.Module):
+    """Modules whose output is their parameter, or a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole, self.turned = Prompt(), Prompt()
+        self.body = linear()
+
+    def forward(self, x):
+        whole, turned = self.whole(), self.turned().t()
+        return self.body(torch.tanh(x @ whole) @ turned) @ whole
+
+
+class Prompt(nn.Module):
+    """Gives its parameter to whoever calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self):
+        return self.weight
 
 
 class CheckpointNet(nn.Module):
@@ -298,7 +298,9 @@ VECTOR_NETS = (
     NormNet,
     ParametrizedNet,
     IndexNet,
-    OutputNet,
+    StridedNet,
+    SharedNet,
+    PromptNet,
     CheckpointNet,
     ReentrantNet,
     NestedCheckpointNet,

@@ -70,10 +70,10 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        # One server process imports torch once and forks every rank of every file from there, before any thread exists: a
-        # rank starts in milliseconds. Nothing of unwall is imported in the server.
+        # One server process imports what takes long, once, and forks every rank of every file from there, before any thread
+        # exists. Nothing of unwall is imported in the server.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing"])
+        context.set_forkserver_preload(["torch.distributed", "torch.testing", "pytest", "transformers.modeling_utils"])
         self._folder = tempfile.TemporaryDirectory(prefix="unwall-ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

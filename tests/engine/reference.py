@@ -107,8 +107,7 @@ def train_plain(
     scheduler: Callable[[Optimizer], Any] | None = None,
 ) -> Run:
     """Plain PyTorch: a replica for each rank, gradients averaged, ``torch.optim``."""
-    replicas = [seeded(case.build)]
-    replicas += [copy.deepcopy(replicas[0]) for _ in range(world - 1)]
+    replicas = [seeded(case.build) for _ in range(world)]
     optimizers = [optimizer(replica) for replica in replicas]
     schedulers = [scheduler(one) for one in optimizers] if scheduler else []
     run = Run(losses=[], state={})

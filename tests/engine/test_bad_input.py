@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -108,6 +109,13 @@ def test_a_plain_torch_optimizer_over_a_sharded_model_does_not_pass_in_silence(s
 def test_copies_of_a_sharded_model(sharded, make):
     with pytest.raises((*REFUSED, TypeError, pickle.PicklingError), match="state_dict"):
         make(sharded)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.half, partial(nn.Module.to, device="meta")])
+def test_converting_a_sharded_model(sharded, convert):
+    """It would convert the placeholders, not the shards: refused, or else everything goes wrong later and in silence."""
+    with pytest.raises(REFUSED, match="shard"):
+        convert(sharded)
 
 
 def test_copies_of_a_model_that_is_not_sharded_still_work():

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from functools import partial
 
 import psutil
 import pytest
@@ -22,9 +23,9 @@ SLACK = 1.02
 class Stack(nn.Module):
     """Layers of one size (256 Ki parameters, 1 MiB in fp32), without biases."""
 
-    def __init__(self):
+    def __init__(self, layers=LAYERS):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -43,8 +44,8 @@ def live(model):
     return unwall.stats(model).tiers["device"].live_bytes
 
 
-def build(plan, tight):
-    model = seeded(Stack)
+def build(plan, tight, make=Stack):
+    model = seeded(make)
     budget = shard_tight(model, plan) if tight else unwall.shard(model, plan) and None
     return model, unwall_adamw(model), budget
 
@@ -161,7 +162,7 @@ def test_stage_3_without_room_sends_three_psi(ranks, world):
 def train_long(stage, iterations, tight):
     """Live bytes and the process's memory after a quarter of the iterations and at the end."""
     plan = Plan(stage=stage, compute_dtype=torch.float32, **ON_DEVICE)
-    model, optimizer, _ = build(plan, tight)
+    model, optimizer, _ = build(plan, tight, make=partial(Stack, layers=8))
     seen = []
     for step in range(iterations):
         backward(model, plan)

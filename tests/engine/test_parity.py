@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import rank_and_world
 from reference import (
     FP32,
     Case,
@@ -13,13 +14,17 @@ from reference import (
     assert_close,
     assert_equal,
     assert_losses,
+    average_gradients,
     check_parity,
+    draw,
+    seeded,
     train_plain,
     train_unwall,
     unwall_adamw,
     whole_state,
 )
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import unwall
 from unwall.plan import Plan
@@ -174,8 +179,7 @@ def test_no_sync_reduces_nothing_inside(ranks, stage):
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e3])
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 1), (0, 2), (1, 2), (2, 2), (3, 2), (3, 4)])
 def test_clipping_by_the_global_norm(ranks, stage, world, max_norm):
     clipped = functools.partial(unwall_adamw, max_grad_norm=max_norm)
     got = check_parity(ranks(world), CASE, plan_of(stage), optimizer=clipped, plain_max_grad_norm=max_norm)
@@ -190,7 +194,7 @@ def test_a_second_step_without_new_gradients_changes_nothing(ranks, world):
     check_parity(ranks(world), CASE, repeat_step=2)
 
 
-def drop_then_train(plan):
+def drop_then_train(plan, by_model):
     """A backward that is dropped, then a step with nothing to do, then one real step."""
     torch.manual_seed(0)
     model = TokenNet()
@@ -200,7 +204,7 @@ def drop_then_train(plan):
     torch.manual_seed(1)
     dropped, kept = tokens(), tokens()
     cross_entropy(model, dropped).backward()
-    optimizer.zero_grad()
+    (model if by_model else optimizer).zero_grad()
     optimizer.step()
     idle = whole_state(model)
     cross_entropy(model, kept).backward()
@@ -211,8 +215,9 @@ def drop_then_train(plan):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_zero_grad_drops_gradients(ranks, stage, world):
-    start, idle, end, gradients_are_in_shards = ranks(world).run(drop_then_train, plan_of(stage))[0]
+@pytest.mark.parametrize("by_model", [False, True], ids=["optimizer", "model"])
+def test_zero_grad_drops_gradients(ranks, by_model, stage, world):
+    start, idle, end, gradients_are_in_shards = ranks(world).run(drop_then_train, plan_of(stage), by_model)[0]
     assert_equal(start, idle)
     torch.manual_seed(0)
     model = TokenNet()
@@ -223,3 +228,50 @@ def test_zero_grad_drops_gradients(ranks, stage, world):
     optimizer.step()
     assert_close(model.state_dict(), end)
     assert gradients_are_in_shards
+
+
+def start_apart():
+    """Every rank builds a model of its own."""
+    model = seeded(TokenNet, seed=rank_and_world()[0])
+    unwall.shard(model, FP32)
+    return whole_state(model)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_ranks_start_from_the_model_of_rank_0(ranks, world):
+    assert_equal(seeded(TokenNet, seed=0).state_dict(), ranks(world).run(start_apart)[0])
+
+
+def train_in_pairs(plan):
+    """Four ranks as two rows: each row trains a model of its own over its two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "data"))
+    row, place = mesh["rows"].get_local_rank(), mesh["data"].get_local_rank()
+    model = seeded(TokenNet)
+    unwall.shard(model, plan, mesh=mesh["data"])
+    optimizer = unwall_adamw(model)
+    for step in range(3):
+        cross_entropy(model, draw(CASE, step + 10 * row, place, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with unwall.full_params(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def train_a_pair(row):
+    replicas = [seeded(TokenNet) for _ in range(2)]
+    optimizers = [adamw(replica) for replica in replicas]
+    for step in range(3):
+        for place, replica in enumerate(replicas):
+            cross_entropy(replica, draw(CASE, step + 10 * row, place, 2)).backward()
+        average_gradients(replicas)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(replicas[0].named_parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_dimension_of_a_device_mesh(ranks, stage):
+    results = ranks(4).run(train_in_pairs, plan_of(stage))
+    for rank, got in enumerate(results):
+        assert_close(train_a_pair(row=rank // 2), got)

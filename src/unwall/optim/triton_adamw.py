@@ -40,7 +40,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
     if SPLIT:
-        bits = p.to(tl.int32, bitcast=True)
+        bits = tl.where(p == p, p.to(tl.int32, bitcast=True), 0x7FC00000)  # a NaN's payload could carry into the sign
         high = (bits + 0x8000) >> 16
         tl.store(param + at, high.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(remainder + at, (bits - (high << 16)).to(tl.int16), mask=inside)

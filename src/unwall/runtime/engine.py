@@ -236,6 +236,11 @@ class Engine:
         """Everything in flight has ended: gradients are reduced."""
         self.executor.finish_reduces()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
+        """Forgets every gradient of the model."""
+        for gradient in self.gradients:
+            gradient.clear()
+
     def discard_gradients(self, index: int, slots: set[int]) -> None:
         """Forgets the gradients of some of a group's parameters."""
         gradient = self.gradients[index]

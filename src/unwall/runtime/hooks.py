@@ -156,6 +156,8 @@ def install(engine: Engine, model: nn.Module) -> None:
         module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
         if own and not unit:
             module.__dict__["_parameters"] = Watched(engine, module._parameters)
+    # torch's own would set .grad, which is always None here.
+    model.__dict__["zero_grad"] = engine.zero_grad
     reader = WholeParams(engine)
     for module in model.modules():
         if any(param is not None for param in module._parameters.values()):

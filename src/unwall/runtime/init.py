@@ -69,7 +69,7 @@ class Page:
         if self._ranks.size == 1:
             return self._part
         whole = torch.empty(self._part.numel() * self._ranks.size, dtype=torch.uint8)
-        self._ranks.all_gather(whole, self._part).wait()
+        self._ranks.all_gather_on_host(whole, self._part)
         return whole[: self.nbytes]
 
     def seal(self) -> None:

@@ -88,7 +88,7 @@ def needed_bytes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int
             held += (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
             grads.append(layout.padded_numel * grad_item)
             parts.append(layout.shard_numel * grad_item)
-        elif kind.exact:
+        elif kind.exact or layout.dtype is torch.float16:
             held += owned * master_bytes(layout.dtype)
         if cut:
             flats.append(layout.flat_bytes)

@@ -57,7 +57,7 @@ class Ranks:
     Every data collective returns the work in flight; its ``wait`` orders the device (NCCL) or blocks (gloo).
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None" = None, device: str = "cpu") -> None:
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -66,7 +66,7 @@ class Ranks:
         self._model = 0
         self._on_host = True
         if group is not None and self.size > 1:
-            self._on_host = dist.get_backend(group) == "gloo"
+            self._on_host = "gloo" in str(group._get_backend(torch.device(device)).name()).lower()
             self._control = _control_group(group)
 
     def begin_announcing(self, words: int) -> None:
@@ -78,23 +78,30 @@ class Ranks:
 
     def announce(self, wish: Wish, where: str) -> list[Wish]:
         """Every rank's wish. DivergedError, naming ``where``, when the others do not answer."""
-        mine = torch.zeros(3 + self._words, dtype=torch.int64)
-        mine[0], mine[1], mine[2] = self._model, wish.kind, wish.group
-        if wish.used:
-            mine[3 : 3 + len(wish.used)] = torch.tensor(wish.used, dtype=torch.int64)
-        every = torch.empty(self.size * len(mine), dtype=torch.int64)
-        try:
-            _all_gather(every, mine, group=self._control)
-        except RuntimeError as error:
-            raise DivergedError(
-                f"rank {self.rank} is at {where} and the other ranks did not come to any unwall call within {_TIMEOUT}: "
-                "do all ranks run the same number of iterations (training and evaluation)?"
-            ) from error
-        rows = every.view(self.size, -1).tolist()
+        rows = self._exchange([self._model, wish.kind, wish.group], where)  # of fixed length, whatever the model
         others = [rank for rank, row in enumerate(rows) if row[0] != self._model]
         if others:
             raise DivergedError(f"rank {self.rank} is at {where}, but rank {others[0]} is running another sharded model")
-        return [Wish(row[1], row[2], tuple(row[3:])) for row in rows]
+        wishes = [Wish(kind, index) for _, kind, index in rows]
+        if any(other.kind == Wish.REDUCE for other in wishes):
+            used = self._exchange(list(wish.used) + [0] * (self._words - len(wish.used)), where)
+            wishes = [Wish(other.kind, other.group, tuple(bits)) for other, bits in zip(wishes, used, strict=True)]
+        return wishes
+
+    def _exchange(self, words: list[int], where: str) -> list[list[int]]:
+        every = torch.empty(self.size * len(words), dtype=torch.int64)
+        try:
+            _all_gather(every, torch.tensor(words, dtype=torch.int64), group=self._control)
+        except RuntimeError as error:
+            raise DivergedError(
+                f"rank {self.rank} is at {where} and another rank did not answer (within {_TIMEOUT}): did it fail, and do all "
+                "ranks run the same number of iterations, of training and of evaluation?"
+            ) from error
+        return every.view(self.size, -1).tolist()
+
+    def all_gather_on_host(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
+        """The same for host memory, whatever the ranks use for the device."""
+        _all_gather(whole, shard, group=self._control)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Work":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""

@@ -65,6 +65,7 @@ def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 as a bf16 half and a 16-bit remainder."""
     bits = values.contiguous().view(torch.int32)
+    bits = torch.where(values.isnan(), 0x7FC00000, bits)  # a NaN's payload could carry into the sign
     high = (bits + 0x8000) >> 16
     remainder = (bits - (high << 16)).to(torch.int16)
     return high.to(torch.int16).view(torch.bfloat16), remainder
