@@ -3,6 +3,7 @@
 import resource
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +101,17 @@ def init_weights(model: nn.Module) -> None:
             if isinstance(param, DTensor):
                 whole = distribute_tensor(whole, param.device_mesh, param.placements)
             param.copy_(whole)
+
+
+def init_whole(model: nn.Module, full_params: Callable[..., AbstractContextManager[None]]) -> None:
+    """The same values for a sharded model, one module at a time."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            with full_params(module, write=True), torch.no_grad():
+                for param in own:
+                    nn.init.normal_(param, std=0.02) if param.dim() > 1 else nn.init.ones_(param)
 
 
 def batch_of(shape: Shape, batch: int, seq: int, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

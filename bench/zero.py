@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ENGINES = ("plain", "fsdp2", "unwall")
+ENGINES = ("plain", "fsdp2", "unwall", "unwall-host", "unwall-host-noclip", "unwall-auto40")
 CLIP = 1.0
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["1b", "3b"] if gpu else ["50m"])
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES) if gpu else ["fsdp2", "unwall"], choices=ENGINES)
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES[:3]) if gpu else ["fsdp2", "unwall"], choices=ENGINES)
     parser.add_argument("--ranks", type=int, default=1 if gpu else 2)
     parser.add_argument("--batch", type=int, default=8 if gpu else 2)
     parser.add_argument("--seq", type=int, default=2048 if gpu else 128)

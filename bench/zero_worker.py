@@ -1,8 +1,10 @@
 """One rank of one engine for bench/zero.py: trains the reference workload and prints its row as JSON."""
 
+import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from workload import SHAPES, Decoder, batch_of, init_weights, time_steps
+from workload import SHAPES, Decoder, batch_of, init_weights, init_whole, time_steps
 from zero import CLIP
 
 LR = 1e-4
@@ -69,15 +71,26 @@ def fsdp2(shape, device, data) -> Callable[[], torch.Tensor]:
     return step
 
 
-def unwall_resident(shape, device, data) -> Callable[[], torch.Tensor]:
+PLANS = {
+    "unwall": {},
+    "unwall-host": {"params": "host", "optimizer": "host", "device_bytes": "9GiB"},
+    "unwall-host-noclip": {"params": "host", "optimizer": "host", "device_bytes": "9GiB"},
+    "unwall-auto40": {"device_bytes": "40GiB"},
+}
+
+
+def unwall_engine(engine, shape, device, data) -> Callable[[], torch.Tensor]:
     import unwall
 
+    torch.manual_seed(0)
     with torch.device("meta"):
         model = Decoder(SHAPES[shape])
-    unwall.shard(model)
-    with unwall.full_params(model, write=True):
-        init_weights(model)
-    optimizer = unwall.AdamW(model.parameters(), lr=LR, max_grad_norm=CLIP)
+    unwall.shard(model, unwall.Plan(**PLANS[engine]))
+    start = time.perf_counter()
+    init_whole(model, unwall.full_params)
+    clip = None if engine.endswith("noclip") else CLIP
+    optimizer = unwall.AdamW(model.parameters(), lr=LR, max_grad_norm=clip)
+    print(f"filled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
     def step() -> torch.Tensor:
         loss = model(*data)
@@ -99,7 +112,9 @@ def main() -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     data = batch_of(SHAPES[shape], batch, seq, device, seed=rank)
-    step = {"plain": plain, "fsdp2": fsdp2, "unwall": unwall_resident}[engine](shape, device, data)
+    start = time.perf_counter()
+    step = {"plain": plain, "fsdp2": fsdp2}.get(engine, functools.partial(unwall_engine, engine))(shape, device, data)
+    built_s = time.perf_counter() - start
     timing = time_steps(step, steps, warm=2, device=device)
     row = {
         "step_s": timing.step_s,
@@ -109,6 +124,7 @@ def main() -> None:
         "host_gib": timing.host_gib,
         "first_s": timing.first_s,
         "losses": timing.losses,
+        "build_s": built_s,
     }
     print(json.dumps(row), flush=True)
     os._exit(0)

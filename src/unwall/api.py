@@ -11,16 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unwall.optim.sharded import ShardedOptimizer
+from unwall.optim.workers import shared_pool
 from unwall.plan import Plan, PlanError
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, install
 from unwall.runtime.init import Pager, whole_value
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
-from unwall.shards.build import check_fit, make_groups, plan_groups
+from unwall.shards.build import choose_homes, make_groups, plan_groups
 from unwall.shards.collectives import Ranks
 from unwall.tiers.device import DeviceTier, default_device
+from unwall.tiers.host import HostTier
+from unwall.tiers.tiers import Tiers
 
+STATE_SHARE = 0.75
+"""How much of the accelerator's free memory states may take when the plan says nothing."""
 _DATA_PARALLEL = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
 
 
@@ -36,9 +41,10 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     planned = plan_groups(model, plan, ranks.size)
-    check_fit(planned, plan, ranks.size)
-    groups, gradients = make_groups(planned, plan, device, ranks, lambda entry: whole_value(entry.param))
-    engine = Engine(model, plan, groups, gradients, device, ranks)
+    homes = choose_homes(planned, plan, ranks.size, _device_bytes(plan, device.device))
+    tiers = Tiers(device, HostTier(shared_pool(), plan.budget_host_bytes))
+    groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
+    engine = Engine(model, plan, groups, gradients, tiers, ranks)
     install(engine, model)
     _guard_plain_optimizers()
     return model
@@ -97,8 +103,8 @@ def _check_plan(plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is an unwall.Plan or None, got {type(plan).__name__}")
     for name in ("params", "grads", "optimizer"):
-        if getattr(plan, name) in ("host", "disk"):
-            raise PlanError(f"{name}={getattr(plan, name)!r}: only the device tier is built yet; use 'auto' or 'device'")
+        if getattr(plan, name) == "disk":
+            raise PlanError(f"{name}='disk': the engine does not use the disk tier yet; use 'auto', 'device' or 'host'")
     if plan.activations != "keep":
         raise PlanError(
             f"activations={plan.activations!r}: only 'keep' is built yet; wrap blocks in torch's checkpoint instead"
@@ -129,6 +135,14 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     if first is not None and first.is_cuda:
         return first.device
     return default_device()
+
+
+def _device_bytes(plan: Plan, device: torch.device) -> int | None:
+    """What states may take on the device: what the plan says, or, on an accelerator, what leaves room for activations."""
+    if plan.budget_device_bytes is not None or device.type != "cuda":
+        return plan.budget_device_bytes
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * STATE_SHARE)
 
 
 def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -88,6 +88,11 @@ class Plan:
         """``device_bytes`` as a number."""
         return self.device_bytes if not isinstance(self.device_bytes, str) else parse_bytes(self.device_bytes)
 
+    @property
+    def budget_host_bytes(self) -> int | None:
+        """``host_bytes`` as a number."""
+        return self.host_bytes if not isinstance(self.host_bytes, str) else parse_bytes(self.host_bytes)
+
     def __str__(self) -> str:
         shown = []
         for field in fields(self):

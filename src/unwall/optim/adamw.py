@@ -8,7 +8,8 @@ import torch
 from unwall.native.pool import AdamWStep
 from unwall.optim.kernels import Span, adamw
 from unwall.optim.runs import runs_of
-from unwall.optim.sharded import ShardedOptimizer
+from unwall.optim.sharded import Held, ShardedOptimizer
+from unwall.optim.updates import Factor, update_on_host
 from unwall.optim.whole import load_whole_states, whole_states
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
@@ -42,28 +43,43 @@ class AdamW(ShardedOptimizer):
             if param.requires_grad:
                 self._states_of(self.place(param)[1])
 
-    def _update(self, held: list[tuple[Engine, int, set[int]]], factor: torch.Tensor | None, inverse: float) -> None:
+    def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
         numbers = self._numbers()
+        host_factor = Factor(inverse, factor)
         tickets = []
         for engine, index, slots in held:
-            group, value = engine.groups[index], engine.gradients[index].value
-            assert value is not None
-            on_host = engine.device.device.type == "cpu"
-            grad_scale = inverse * (float(factor) if factor is not None and on_host else 1.0)
-            keys = {}
-            for slot in slots:
-                param = group.params[slot]
-                state = self.state[param]
-                state["step"] = state.get("step", 0) + 1
-                keys[slot] = dataclasses.replace(numbers[id(param)], grad_scale=grad_scale, step=state["step"])
-            gap = SLOT_BYTES // group.layout.dtype.itemsize
-            for run in runs_of(group.owned_segments(), keys, gap):
-                assert isinstance(run.key, AdamWStep)
-                span = self._span(group, value, slice(run.start, run.end))
-                tickets.append(adamw(span, run.key, None if on_host or factor is None else factor.float()))
+            group, gradient = engine.groups[index], engine.gradients[index]
+            spans = self._spans(engine, index, slots, numbers)
+            if group.home.tier == "host":
+                group.update = update_on_host(spans, gradient.landing, host_factor)
+                continue
+            on_cpu = engine.device.device.type == "cpu"
+            scale = host_factor.get() if on_cpu else inverse
+            for span, step in spans:
+                now = dataclasses.replace(step, grad_scale=scale)
+                tickets.append(adamw(span, now, None if on_cpu or factor is None else factor.float()))
         for ticket in tickets:
             if ticket is not None:
                 ticket.wait()
+
+    def _spans(
+        self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep]
+    ) -> list[tuple[Span, AdamWStep]]:
+        """Counts a step for each parameter and gives the runs to update with their numbers."""
+        group, value = engine.groups[index], engine.gradients[index].value
+        assert value is not None
+        group.finish_update()
+        keys = {}
+        for slot in slots:
+            param = group.params[slot]
+            state = self.state[param]
+            state["step"] = state.get("step", 0) + 1
+            keys[slot] = dataclasses.replace(numbers[id(param)], step=state["step"])
+        found = []
+        for run in runs_of(group.owned_segments(), keys, gap=SLOT_BYTES // group.layout.dtype.itemsize):
+            assert isinstance(run.key, AdamWStep)
+            found.append((self._span(group, value, slice(run.start, run.end)), run.key))
+        return found
 
     def _numbers(self) -> dict[int, AdamWStep]:
         found = {}
@@ -89,6 +105,8 @@ class AdamW(ShardedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.AdamW``'s: whole tensors on the host (rank 0; the states are left out on the others)."""
+        for engine in self.engines():
+            engine.finish()
         packed = super().state_dict()
         packed["state"] = whole_states(self, MOMENTS)
         packed["scaler"] = self.scaler.state_dict()
@@ -96,6 +114,8 @@ class AdamW(ShardedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes whole tensors (on every rank) and keeps this rank's part of them."""
+        for engine in self.engines():
+            engine.finish()
         states = state_dict["state"]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if "scaler" in state_dict:

@@ -13,6 +13,8 @@ from unwall.runtime.hooks import engine_of
 from unwall.shards.group import Group
 
 Found = tuple[Engine, Group, int]
+Held = tuple[Engine, int, set[int]]
+"""A group with gradients, and which of its parameters have one."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -97,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    def _update(self, held: list[tuple[Engine, int, set[int]]], factor: torch.Tensor | None, inverse: float) -> None:
+    def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
         raise NotImplementedError
 
     def engines(self) -> list[Engine]:
@@ -122,14 +124,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine, group, slot = self.place(param)
             if slot in engine.gradients[group.index].present or slot in engine.gradients[group.index].arrived:
                 mine.setdefault((id(engine), group.index), (engine, set()))[1].add(slot)
-        for (_, index), (engine, slots) in mine.items():
+        for (_, index), (engine, slots) in sorted(mine.items(), key=lambda item: item[0][1]):
             yield engine, index, slots
 
-    def _measure(self, held: list[tuple[Engine, int, set[int]]]) -> torch.Tensor:
+    def _measure(self, held: list[Held]) -> torch.Tensor:
         """``[sum of squares, not finite]`` of all gradients over all ranks, the loss scale still in."""
         total = None
         for engine in self.engines():
             part = sum_squares(_pieces(engine, held), engine.device.device)
+            for owner, index, _ in held:
+                square_sum = engine.gradients[index].square_sum
+                if owner is engine and square_sum is not None:
+                    part[0] += square_sum
+                    part[1] += (~square_sum.isfinite()).double()
             part = over_ranks(part, engine.ranks)
             total = part if total is None else total + part.to(total.device)
         assert total is not None
@@ -145,12 +152,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return overflow
 
 
-def _pieces(engine: Engine, held: list[tuple[Engine, int, set[int]]]) -> Iterator[torch.Tensor]:
+def _pieces(engine: Engine, held: list[Held]) -> Iterator[torch.Tensor]:
     """This rank's part of each gradient: every element of the model is counted on exactly one rank."""
     for owner, index, slots in held:
         gradient = engine.gradients[index]
         if owner is not engine or gradient.value is None:
             continue
+        if slots != gradient.present:
+            gradient.square_sum = None  # it counts parameters of another optimizer
+        if gradient.square_sum is not None:
+            continue  # measured on its way to the host
+        gradient.await_landing()
         group = engine.groups[index]
         offset = engine.ranks.rank * group.layout.shard_numel - group.own_start
         part = gradient.value[offset : offset + group.layout.shard_numel]

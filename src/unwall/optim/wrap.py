@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.optim.sharded import ShardedOptimizer
+from unwall.optim.sharded import Held, ShardedOptimizer
 from unwall.optim.whole import load_whole_states, whole_states
-from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.layout import Segment
 from unwall.shards.master import widen_master
@@ -50,11 +49,12 @@ class Wrapped(ShardedOptimizer):
         flat = widen_master(group)[segment.shard_start : segment.shard_start + segment.numel]
         return nn.Parameter(flat, requires_grad=False)
 
-    def _update(self, held: list[tuple[Engine, int, set[int]]], factor: torch.Tensor | None, inverse: float) -> None:
+    def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
         updated: set[nn.Parameter] = set()
         for engine, index, slots in held:
             group, value = engine.groups[index], engine.gradients[index].value
             assert value is not None
+            engine.gradients[index].await_landing()
             for slot in slots:
                 param = group.params[slot]
                 segment, piece = _segment(group, slot), self._pieces[param]

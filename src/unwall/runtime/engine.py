@@ -22,8 +22,8 @@ from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group
-from unwall.tiers.device import DeviceTier
 from unwall.tiers.ledger import BudgetError
+from unwall.tiers.tiers import Tiers
 
 
 class Frame:
@@ -40,14 +40,15 @@ class Engine:
     """Everything unwall knows about one sharded model."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, groups: list[Group], gradients: list[Gradient], device: DeviceTier, ranks: Ranks
+        self, model: nn.Module, plan: Plan, groups: list[Group], gradients: list[Gradient], tiers: Tiers, ranks: Ranks
     ) -> None:
         self.plan = plan
         self.groups = groups
         self.gradients = gradients
-        self.device = device
+        self.tiers = tiers
+        self.device = tiers.device
         self.ranks = ranks
-        self.executor = Executor(groups, gradients, device, ranks)
+        self.executor = Executor(groups, gradients, tiers.device, ranks)
         self.places = {id(param): (group.index, slot) for group in groups for slot, param in enumerate(group.params)}
         self.names = {id(module): name for name, module in model.named_modules()}
         self.sync = True
@@ -233,8 +234,14 @@ class Engine:
     # -- the rest of the world ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Everything in flight has ended: gradients are reduced."""
+        """Gradients in flight have been reduced."""
         self.executor.finish_reduces()
+
+    def finish(self) -> None:
+        """Everything in flight has ended, updates too."""
+        self.settle()
+        for group in self.groups:
+            group.finish_update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Forgets every gradient of the model."""

@@ -39,16 +39,22 @@ class Stats:
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
         executor.trace.mismatches = 0
-        self._engine.device.ledger.reset_peak()
+        for ledger in (self._engine.device.ledger, self._engine.tiers.host.ledger):
+            ledger.reset_peak()
+        for meter in self._engine.tiers.links.meters.values():
+            meter.reset()
 
 
 def read_stats(engine: Engine) -> Stats:
     """What ``unwall.stats`` returns."""
-    engine.settle()
-    ledger, executor = engine.device.ledger, engine.executor
+    engine.finish()
+    executor = engine.executor
     return Stats(
-        tiers={"device": TierStats(ledger.live_bytes, ledger.peak_bytes, ledger.budget_bytes)},
-        links={},
+        tiers={
+            name: TierStats(ledger.live_bytes, ledger.peak_bytes, ledger.budget_bytes)
+            for name, ledger in (("device", engine.device.ledger), ("host", engine.tiers.host.ledger))
+        },
+        links={meter.name: meter.read() for meter in engine.tiers.links.meters.values() if meter.read().copies},
         collectives={
             "all_gather": CollectiveStats(executor.gathered_elements),
             "reduce_scatter": CollectiveStats(executor.reduced_elements),

@@ -17,6 +17,7 @@ def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: boo
     if group.own_numel == group.layout.padded_numel:
         whole = owned
     else:
+        owned = owned.to(engine.device.device)  # what the ranks exchange lies on the device
         whole = torch.empty(group.layout.padded_numel, dtype=owned.dtype, device=owned.device)
         engine.ranks.all_gather(whole, owned.contiguous()).wait()
     if engine.ranks.rank == 0 or everywhere:
@@ -38,7 +39,7 @@ class WholeParams:
         index, slot = self._engine.places[id(param)]
         group = self._engine.groups[index]
         if self._held != (index, self._engine.version):
-            self._engine.executor.before_fetch(group)
+            group.finish_update()
             self._whole = whole_run(self._engine, group, read_master(group), self._everywhere)
             self._held = (index, self._engine.version)
         if self._whole is None:
@@ -51,16 +52,16 @@ def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
     """Takes a whole value (the same on every rank) into the shards. What was gathered of the group is out of date then."""
     index, slot = engine.places[id(param)]
     group = engine.groups[index]
-    engine.executor.before_fetch(group)
+    group.finish_update()
     engine.version += 1
     with torch.no_grad():
-        if not group.cut:
+        if group.flat_is_home:
             group.view_of(slot).copy_(rounded(value, group.layout.dtype))
         for segment in group.owned_segments():
             if segment.slot == slot:
                 piece = value.reshape(-1)[segment.start : segment.start + segment.numel]
                 write_master(group, segment.shard_start, piece)
-    if group.cut and group.residence is not Residence.ABSENT:
+    if not group.flat_is_home and group.residence is not Residence.ABSENT:
         group.drop()
 
 

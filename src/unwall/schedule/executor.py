@@ -34,8 +34,8 @@ class Executor:
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
-        self.before_fetch: Callable[[Group], None] = lambda _: None
-        """Called before a group's shard is read: waits for an update that is still under way."""
+        self.on_reduced: Callable[[int], None] = lambda _: None
+        """Called when a group's gradient is where the update will find it (or on its way there)."""
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -69,15 +69,9 @@ class Executor:
     def invalidate(self, index: int) -> None:
         """The shards changed: what was gathered of this group is out of date."""
         group = self.groups[index]
-        updates_all = group.own_numel == group.layout.padded_numel
-        if group.residence is not Residence.ABSENT and not updates_all:
+        in_place = group.flat_is_home and group.own_numel == group.layout.padded_numel
+        if group.residence is not Residence.ABSENT and not in_place:
             group.drop()
-
-    def drop_idle(self) -> None:
-        """Drops every cut group that nothing uses."""
-        for index, group in enumerate(self.groups):
-            if group.cut and not self._pins[index] and group.residence is not Residence.ABSENT:
-                group.drop()
 
     def make_room(self, nbytes: int, label: str) -> None:
         """Drops groups until ``nbytes`` fit into the device budget. BudgetError when what is in use does not allow it."""
@@ -117,7 +111,7 @@ class Executor:
 
     def _begin_gather(self, index: int) -> None:
         group = self.groups[index]
-        self.before_fetch(group)
+        group.finish_update()
         self.make_room(group.fetch_bytes, f"parameters of {group.name}")
         group.begin_gather()
         self.gathered_elements += group.layout.padded_numel if self._ranks.size > 1 else 0
@@ -133,6 +127,9 @@ class Executor:
             if found is None:
                 return
             index, distance = found
+            update = self.groups[index].update
+            if update is not None and not update.done():
+                return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             free = self._device.ledger.free_bytes
             needed = 0 if free is None else self.groups[index].fetch_bytes - free
             drops = choose_drops(self._held(), next_use, needed, sooner_than=distance)
@@ -148,8 +145,11 @@ class Executor:
         """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one."""
         gradient = self.gradients[index]
         if self._ranks.size == 1:
+            self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
             gradient.begin_reduce(set(gradient.arrived))
-            gradient.finish_reduce()
+            self._reducing.append(index)
+            if self.groups[index].home.tier == "device":
+                self.finish_reduces()
             return
         bits = pack_bits(sorted(gradient.arrived), len(self.groups[index].params))
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
@@ -157,7 +157,9 @@ class Executor:
     def finish_reduces(self, leave: int = 0) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left."""
         while len(self._reducing) > leave:
-            self.gradients[self._reducing.popleft()].finish_reduce()
+            index = self._reducing.popleft()
+            self.gradients[index].finish_reduce()
+            self.on_reduced(index)
 
     def through(self) -> None:
         """This rank needs no collective before the step. Serves the others until none of them does."""

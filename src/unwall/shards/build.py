@@ -13,8 +13,9 @@ from unwall.shards.group import Group
 from unwall.shards.grouping import Entry, Unit, build_groups, entries_of, group_bytes
 from unwall.shards.layout import Layout, build_layout
 from unwall.shards.master import MASTER, REMAINDER, master_bytes, rounded, write_master
-from unwall.tiers.device import DeviceTier
+from unwall.shards.placement import Home, Sizes, device_bytes_of, host_bytes_of, place, working_bytes
 from unwall.tiers.sizes import format_bytes
+from unwall.tiers.tiers import Tiers
 
 ADAM_BYTES = 8
 """Optimizer state a parameter that the fit is judged by: two fp32 moments."""
@@ -71,50 +72,68 @@ def _layout(unit: Unit, world_size: int) -> Layout:
     return build_layout(names, [entry.param.shape for entry in unit.entries], kind.dtype, world_size)
 
 
-def needed_bytes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> tuple[int, int]:
-    """Device bytes a plan holds for good, and what it needs on top while it works: two groups gathered (where one ends and
-    the next begins), the gradients of two, and what one of these is reduced to."""
-    held = 0
-    flats, grads, parts = [0], [0], [0]
+def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> list[Sizes]:
+    """What each group takes on one rank."""
+    found = []
     for unit, layout in planned:
         kind = unit.entries[0].kind
         assert isinstance(kind, Kind)
-        cut = plan.stage == 3 and world_size > 1
+        item = layout.dtype.itemsize
         owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
-        held += (layout.shard_numel if cut else layout.padded_numel) * layout.dtype.itemsize
         grad_item = (plan.reduce_dtype or layout.dtype).itemsize
+        states = 0
         if kind.trainable:
-            held += owned * (ADAM_BYTES + master_bytes(layout.dtype))
-            held += (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
-            grads.append(layout.padded_numel * grad_item)
-            parts.append(layout.shard_numel * grad_item)
+            states = owned * (ADAM_BYTES + master_bytes(layout.dtype))
+            states += (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
         elif kind.exact or layout.dtype is torch.float16:
-            held += owned * master_bytes(layout.dtype)
-        if cut:
-            flats.append(layout.flat_bytes)
-    working = sum(sorted(flats)[-2:]) + sum(sorted(grads)[-2:]) + max(parts)
-    return held, working
+            states = owned * master_bytes(layout.dtype)
+        found.append(
+            Sizes(
+                shard_bytes=owned * item,
+                flat_bytes=layout.flat_bytes,
+                state_bytes=states,
+                grad_flat_bytes=layout.padded_numel * grad_item if kind.trainable else 0,
+                grad_part_bytes=layout.shard_numel * grad_item if kind.trainable and world_size > 1 else 0,
+                widening_bytes=owned * max(0, 4 - grad_item) if kind.trainable else 0,
+                whole=plan.stage < 3 or world_size == 1,
+                trainable=kind.trainable,
+            )
+        )
+    return found
 
 
-def check_fit(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> None:
-    """PlanError, with the numbers and the nearest plan that would fit, before anything is allocated."""
-    budget = plan.budget_device_bytes
-    if budget is None:
-        return
-    held, working = needed_bytes(planned, plan, world_size)
-    if held + working <= budget:
-        return
-    raise PlanError(
-        f"the plan does not fit: states on the device take {format_bytes(held)} a rank, and {format_bytes(working)} more while "
-        f"working, but device_bytes is {format_bytes(budget)} ({budget} bytes). The nearest plan that fits on {world_size} "
-        f"rank{'s' if world_size > 1 else ''}: Plan(stage={plan.stage}, device_bytes={held + working})"
-    )
+def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, device_bytes: int | None) -> list[Home]:
+    """A home for every group. PlanError, with the numbers and the nearest plan that would fit, before anything is allocated.
+
+    ``device_bytes``: what the plan says, or what the device has.
+    """
+    sizes = sizes_of(planned, plan, world_size)
+    homes = place(sizes, plan, device_bytes)
+    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    working = working_bytes(sizes, homes)
+    on_host = sum(host_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+    budget, host_budget = plan.budget_device_bytes, plan.budget_host_bytes
+    if budget is not None and held + working > budget:
+        raise PlanError(
+            f"the plan does not fit: states on the device take {format_bytes(held)} a rank, and {format_bytes(working)} more "
+            f"while working, but device_bytes is {format_bytes(budget)} ({budget} bytes). The nearest plan that fits on "
+            f"{ranks}: Plan(stage={plan.stage}, device_bytes={held + working})"
+        )
+    if host_budget is not None and on_host > host_budget:
+        raise PlanError(
+            f"the plan does not fit: states on the host take {format_bytes(on_host)} a rank, but host_bytes is "
+            f"{format_bytes(host_budget)} ({host_budget} bytes). The nearest plan that fits on {ranks}: "
+            f"Plan(stage={plan.stage}, host_bytes={on_host}), or a larger device_bytes"
+        )
+    return homes
 
 
 def make_groups(
     planned: list[tuple[Unit, Layout]],
+    homes: list[Home],
     plan: Plan,
-    device: DeviceTier,
+    tiers: Tiers,
     ranks: Ranks,
     whole_value: Callable[[Entry], torch.Tensor | None],
 ) -> tuple[list[Group], list[Gradient]]:
@@ -123,26 +142,27 @@ def make_groups(
     ``whole_value`` gives a parameter's value, or None where there is none yet (meta device): NaN until it is loaded.
     """
     groups, gradients = [], []
-    for index, (unit, layout) in enumerate(planned):
+    for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True)):
         group = Group(
             index,
             unit.name or unit.entries[0].name,
             layout,
             [entry.param for entry in unit.entries],
             [entry.param.dtype for entry in unit.entries],
-            device,
+            tiers,
             ranks,
+            home,
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
         )
         _fill(group, unit, ranks, whole_value)
-        if not group.cut:
+        if group.flat_is_home:
             group.attach()
         groups.append(group)
         dtype = layout.dtype if not layout.dtype.is_floating_point else plan.reduce_dtype or layout.dtype
         if layout.dtype is torch.float64:
             dtype = layout.dtype
-        gradients.append(Gradient(group, device, ranks, dtype, keep_flat=plan.stage < 2, everywhere=plan.stage == 0))
+        gradients.append(Gradient(group, tiers, ranks, dtype, keep_flat=plan.stage < 2, everywhere=plan.stage == 0))
     ranks.begin_announcing(-(-max(len(group.params) for group in groups) // 62))
     return groups, gradients
 
@@ -154,7 +174,7 @@ def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry],
         group.state(REMAINDER, torch.int16)
     if group.layout.dtype is torch.float16:
         group.state(MASTER, torch.float32)
-    (group.shard if group.cut else group.flat).zero_()  # the padding, too: it takes part in norms
+    (group.flat if group.flat_is_home else group.shard).zero_()  # the padding, too: it takes part in norms
     owned = {segment.slot: segment for segment in group.owned_segments()}
     with torch.no_grad():
         for slot, entry in enumerate(unit.entries):
@@ -164,7 +184,7 @@ def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry],
             elif ranks.size > 1:
                 value = value.to(group.flat.device).contiguous()
                 ranks.broadcast(value)
-            if not group.cut:
+            if group.flat_is_home:
                 group.view_of(slot).copy_(rounded(value, group.layout.dtype))
             if slot in owned:
                 segment = owned[slot]

@@ -9,7 +9,8 @@ import torch
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.group import Group
 from unwall.tiers.block import MemoryBlock
-from unwall.tiers.device import DeviceTier
+from unwall.tiers.ticket import Ticket
+from unwall.tiers.tiers import Tiers
 
 
 class Gradient:
@@ -20,7 +21,7 @@ class Gradient:
     """
 
     def __init__(
-        self, group: Group, device: DeviceTier, ranks: Ranks, dtype: torch.dtype, *, keep_flat: bool, everywhere: bool
+        self, group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, *, keep_flat: bool, everywhere: bool
     ) -> None:
         self.group = group
         self.dtype = dtype
@@ -31,7 +32,10 @@ class Gradient:
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self.value: torch.Tensor | None = None
         """The average over ranks of the owned run. None: no gradient."""
-        self._device = device
+        self.square_sum: torch.Tensor | None = None
+        """Sum of squares of the value, measured on the device while it was there. None: not measured, or not valid any more."""
+        self._tiers = tiers
+        self._device = tiers.device
         self._ranks = ranks
         self._keep_flat = keep_flat
         self._everywhere = everywhere
@@ -40,6 +44,10 @@ class Gradient:
         self._incoming: MemoryBlock | None = None
         self._sent: MemoryBlock | None = None
         self._work: Work | None = None
+        self._on_host = group.home.tier == "host"
+        self._landing_block: MemoryBlock | None = None  # host memory that gradients are copied to, kept for the next pass
+        self._landing: Ticket | None = None
+        self._leaving: MemoryBlock | None = None  # what the landing copies from
 
     @property
     def flat_bytes(self) -> int:
@@ -47,6 +55,8 @@ class Gradient:
         layout = self.group.layout
         whole = layout.padded_numel * self.dtype.itemsize
         flat = 0 if self._flat_block is not None else whole
+        if self.value is not None and self.dtype.itemsize < 4 and not self._on_host:
+            flat += self.group.own_numel * 4  # a second pass adds up in fp32
         return flat + (0 if self._ranks.size == 1 else whole if self._everywhere else layout.shard_numel * self.dtype.itemsize)
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
@@ -73,6 +83,7 @@ class Gradient:
             self.arrived.clear()
         if self._ranks.size == 1:
             self._incoming, self._flat_block = self._flat_block, None
+            self._begin_landing()
             return
         layout = self.group.layout
         if contribute:
@@ -101,13 +112,17 @@ class Gradient:
         elif self._work is not None:
             self._work.wait()
             self._work = None
+        self._begin_landing()
         incoming, self._incoming = self._incoming, None
         if self._sent is not None:
             if self._sent is not self._flat_block:
                 self._device.free(self._sent)
-            elif not self._keep_flat:
+            elif not self._keep_flat or self._on_host:
                 self._release_flat()
             self._sent = None
+        if self._on_host:
+            self._finish_landing(incoming)
+            return
         if self.value is not None:
             self._widen()
             self.value.add_(incoming.view(self.dtype))
@@ -125,10 +140,10 @@ class Gradient:
         self.finish_reduce()
         self.arrived.clear()
         self.present.clear()
-        self.value = None
-        if self._value_block is not None:
-            self._device.free(self._value_block)
-            self._value_block = None
+        self.value = self.square_sum = self._landing = None
+        if self._value_block is not None and self._value_block is not self._landing_block:
+            self._tiers.free(self._value_block)
+        self._value_block = None
         if self._flat_block is not None:
             self._release_flat()
 
@@ -140,16 +155,59 @@ class Gradient:
         if self.dtype is not torch.float16:
             self._incoming.view(self.dtype).div_(self._ranks.size)
 
+    def _begin_landing(self) -> None:
+        """Host: the gradient leaves for the tier where it will be used; its square is summed before it goes."""
+        if not self._on_host or self._leaving is self._incoming:
+            return
+        assert self._incoming is not None
+        self._leaving = self._incoming
+        if self.value is not None:
+            self._widen()  # what landed before must not be overwritten
+        if self._landing_block is None:
+            label = f"gradient shard of {self.group.name}"
+            self._landing_block = self._tiers.zeros("host", self.group.own_numel, self.dtype, label, pinned=True)
+        arriving = self._incoming.view(self.dtype)
+        if arriving.is_cuda:
+            norm = torch.linalg.vector_norm(arriving, dtype=torch.float32).double()
+            self.square_sum = norm * norm if self.value is None else None
+        self._landing = self._tiers.links.copy(self._incoming, self._landing_block, self.group.name)
+
+    def _finish_landing(self, incoming: MemoryBlock) -> None:
+        assert self._landing is not None
+        assert self._landing_block is not None
+        landed = self._landing_block.view(self.dtype)
+        if self.value is None:
+            self._value_block, self.value = self._landing_block, landed
+        else:
+            self.await_landing()
+            self.value.add_(landed)
+        self._leaving = None
+        self._device.free(incoming)
+
+    @property
+    def landing(self) -> Ticket | None:
+        """Host: the copy that brings the value. Whoever reads the value waits for it first."""
+        return self._landing
+
+    def await_landing(self) -> None:
+        if self._landing is not None:
+            self._landing.wait()
+            self._landing = None
+
     def _widen(self) -> None:
         """Moves the value into fp32 memory of its own, to add further passes to."""
         assert self.value is not None
-        if self._value_block is not None and self.value.dtype in (torch.float32, torch.float64):
+        self.await_landing()
+        self.square_sum = None
+        kept = self._value_block is not None and self._value_block is not self._landing_block
+        if kept and self.value.dtype in (torch.float32, torch.float64):
             return
         dtype = torch.promote_types(self.value.dtype, torch.float32)
-        wide = self._device.allocate(self.value.numel() * dtype.itemsize, f"gradient shard of {self.group.name}")
+        wide = self._tiers.zeros(self.group.home.tier, self.value.numel(), dtype, f"gradient shard of {self.group.name}")
         wide.view(dtype).copy_(self.value)
-        if self._value_block is not None:
-            self._device.free(self._value_block)
+        if kept:
+            assert self._value_block is not None
+            self._tiers.free(self._value_block)
         self._value_block, self.value = wide, wide.view(dtype)
 
     def _flat_for_writing(self) -> torch.Tensor:

@@ -19,8 +19,10 @@ from torch import nn
 
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.layout import Layout, Segment
-from unwall.tiers.block import MemoryBlock
-from unwall.tiers.device import DeviceTier
+from unwall.shards.placement import Home
+from unwall.tiers.block import MemoryBlock, Region
+from unwall.tiers.ticket import Ticket, order_after
+from unwall.tiers.tiers import Tiers
 
 
 class Residence(enum.Enum):
@@ -46,8 +48,9 @@ class Group:
         layout: Layout,
         params: Sequence[nn.Parameter],
         dtypes: Sequence[torch.dtype],
-        device: DeviceTier,
+        tiers: Tiers,
         ranks: Ranks,
+        home: Home,
         *,
         cut: bool,
         own_all: bool,
@@ -58,26 +61,35 @@ class Group:
         self.params = list(params)
         self.dtypes = list(dtypes)
         """Each parameter's dtype before sharding: what ``state_dict`` gives back."""
-        self.cut = cut
+        self.home = home
+        self.flat_is_home = home.tier == "device" and not cut
+        """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
+        self.evictable = not self.flat_is_home and not (home.tier == "host" and home.resident)
         self.residence = Residence.ABSENT
-        self._device = device
+        self.update: Ticket | None = None
+        """An update of this group that is under way on the host."""
+        self._tiers = tiers
         self._ranks = ranks
-        self._arrival: Work | None = None
+        self._gathering: Work | None = None
+        self._copying: Ticket | None = None
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel
         self.states: dict[str, MemoryBlock] = {}
-        self._flat_block = device.allocate(layout.flat_bytes, f"parameters of {name}")
+        self._flat_block = tiers.device.allocate(layout.flat_bytes, f"parameters of {name}")
         self.flat = self._flat_block.view(layout.dtype)
         self._views = [self.flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
-        if cut:
-            shard_bytes = layout.shard_numel * layout.dtype.itemsize
-            self._shard_block: MemoryBlock | None = device.allocate(shard_bytes, f"parameter shard of {name}")
-            self.shard = self._shard_block.view(layout.dtype)
-            device.deflate(self._flat_block)
-        else:
-            self._shard_block = None
+        if self.evictable:
+            tiers.device.deflate(self._flat_block)
+        if self.flat_is_home:
+            self._shard_block: MemoryBlock = self._flat_block
             self.shard = self.flat[ranks.rank * layout.shard_numel : (ranks.rank + 1) * layout.shard_numel]
-        self._placeholder = _placeholder(layout.dtype, device.device)
+        else:
+            label = f"parameter shard of {name}"
+            held = self.own_numel if home.tier == "host" else layout.shard_numel
+            self._shard_block = tiers.zeros(home.tier, held, layout.dtype, label, pinned=True)
+            self.shard = self._shard_block.view(layout.dtype)
+        self._gathers = ranks.size > 1 and not (home.tier == "host" and own_all)
+        self._placeholder = _placeholder(layout.dtype, tiers.device.device)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -88,35 +100,39 @@ class Group:
     @property
     def fetch_bytes(self) -> int:
         """Device memory that a fetch takes beyond what is held anyway."""
-        return self.layout.flat_bytes if self.cut else 0
+        return self.layout.flat_bytes if self.evictable else 0
 
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)
-        if self.cut:
-            self._device.inflate(self._flat_block)
+        if self.evictable:
+            self._tiers.device.inflate(self._flat_block)
         self.residence = Residence.ARRIVING
-        if self._ranks.size > 1:
-            with torch.no_grad(), _quietly(self.flat):
-                self._arrival = self._ranks.all_gather(self.flat, self.shard)
-        elif self.cut:
-            with torch.no_grad(), _quietly(self.flat):
-                self.flat.copy_(self.shard)
+        with torch.no_grad(), _quietly(self.flat):
+            if self.home.tier == "host":
+                own_bytes = self._shard_block.nbytes
+                part = Region(self._flat_block, self.own_start * self.layout.dtype.itemsize, own_bytes)
+                self._copying = self._tiers.links.copy(Region.whole(self._shard_block), part, self.name)
+            if self._gathers:
+                self._await_copy()  # the gather reads what is being copied
+                source = self._own_part() if self.home.tier == "host" else self.shard
+                self._gathering = self._ranks.all_gather(self.flat, source)
 
     def serve_gather(self) -> None:
         """Takes part in a gather that another rank needs. What this rank holds keeps its values."""
         if self.residence is Residence.ABSENT:
             self.begin_gather()
             return
+        if not self._gathers:
+            return
         scratch = torch.empty_like(self.flat)
-        self._ranks.all_gather(scratch, self.shard).wait()
+        self._await_copy()
+        self._ranks.all_gather(scratch, self._own_part() if self.home.tier == "host" else self.shard).wait()
 
     def finish_gather(self) -> None:
         """ARRIVING to RESIDENT: the parameters become views of the filled buffer."""
         self._expect(Residence.ARRIVING)
-        if self._arrival is not None:
-            self._arrival.wait()
-            self._arrival = None
+        self._await_arrival()
         self.attach()
 
     def attach(self) -> None:
@@ -127,14 +143,27 @@ class Group:
 
     def drop(self) -> None:
         """RESIDENT (or ARRIVING) to ABSENT: placeholders; the memory goes where parameters are cut."""
-        if self._arrival is not None:
-            self._arrival.wait()
-            self._arrival = None
         if self.residence is Residence.ABSENT:
             raise RuntimeError(f"group {self.name} is dropped, but it is absent")
+        self._await_arrival()
         self.detach()
-        if self.cut:
-            self._device.deflate(self._flat_block)
+        if self.evictable:
+            self._tiers.device.deflate(self._flat_block)
+
+    def _await_arrival(self) -> None:
+        self._await_copy()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def _await_copy(self) -> None:
+        """What is queued from now on comes after the copy. On an accelerator a stream waits, not this thread."""
+        if self._copying is not None:
+            order_after(self._copying, self._tiers.device.device)
+            self._copying = None
+
+    def _own_part(self) -> torch.Tensor:
+        return self.flat.narrow(0, self._ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
 
     def detach(self) -> None:
         """Parameters become placeholders. See [Note: placeholders]."""
@@ -152,6 +181,12 @@ class Group:
         else:
             self.detach_one(slot)
 
+    def finish_update(self) -> None:
+        """Waits for an update that is under way; raises what it failed with. Call it before the shard or a state is read."""
+        update, self.update = self.update, None
+        if update is not None:
+            update.wait()
+
     def view_of(self, slot: int) -> torch.Tensor:
         """The parameter's place in the flat buffer, whatever the parameter shows now."""
         return self._views[slot]
@@ -161,7 +196,7 @@ class Group:
     @property
     def own_param(self) -> torch.Tensor:
         """The owned run of the parameters in the compute dtype: what the update writes."""
-        return self.flat if self.own_numel == self.layout.padded_numel and not self.cut else self.shard
+        return self.flat if self.flat_is_home and self.own_numel == self.layout.padded_numel else self.shard
 
     def owned_segments(self) -> tuple[Segment, ...]:
         """What of each parameter lies in the owned run; ``shard_start`` counts from the run's start."""
@@ -172,16 +207,14 @@ class Group:
     def state(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A state over the owned run, zeros at first use."""
         if name not in self.states:
-            block = self._device.allocate(self.own_numel * dtype.itemsize, f"{name} of {self.name}")
-            block.data.zero_()
-            self.states[name] = block
+            self.states[name] = self._tiers.zeros(self.home.tier, self.own_numel, dtype, f"{name} of {self.name}")
         return self.states[name].view(dtype)
 
     def has_state(self, name: str) -> bool:
         return name in self.states
 
     def free_state(self, name: str) -> None:
-        self._device.free(self.states.pop(name))
+        self._tiers.free(self.states.pop(name))
 
     def _expect(self, residence: Residence) -> None:
         if self.residence is not residence:

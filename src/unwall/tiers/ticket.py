@@ -134,3 +134,13 @@ class Metered:
             return
         with self._meter.stalled(self._label):
             self.inner.wait(timeout)
+
+
+def order_after(ticket: Ticket, device: torch.device) -> None:
+    """What is queued on the device's current stream from now on runs after ``ticket``'s work. Blocks only where the work is not
+    on a stream."""
+    inner = ticket.inner if isinstance(ticket, Metered) else ticket
+    if isinstance(inner, EventTicket):
+        inner.order(torch.cuda.current_stream(device))
+    else:
+        ticket.wait()
