@@ -120,6 +120,8 @@ def _check_model(model: nn.Module) -> None:
             raise RuntimeError(f"{what} is already sharded: call unwall.shard once, on the whole model")
     places: dict[torch.device, str] = {}
     for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ValueError(f"parameter {name} is complex, which no optimizer here updates: hold it as view_as_real")
         if engine_of(param) is not None:
             raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
         places.setdefault(param.device, name)

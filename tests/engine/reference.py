@@ -5,11 +5,13 @@ iteration in the same way, so dropout and the like agree too.
 """
 
 import copy
+import ctypes
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 from ranks import RankPool, rank_and_world
@@ -191,6 +193,12 @@ def shard_tight(model: nn.Module, plan: Plan = FP32) -> int:
         else:
             return budget
     raise AssertionError(f"no device budget up to {limit} bytes was accepted for {whole_bytes} bytes of parameters")
+
+
+def resident_bytes() -> int:
+    """What the process really holds: freed memory is given back to the system first, as the allocator would keep some."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
 
 
 def assert_close(reference: Mapping[str, Tensor], got: Mapping[str, Tensor], rel: float = 1e-6) -> None:

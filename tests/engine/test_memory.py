@@ -1,13 +1,11 @@
 """What a rank holds and sends, against the formulas of ZeRO, by the engine's own count and by the process's memory."""
 
-import ctypes
 import gc
 from functools import partial
 
-import psutil
 import pytest
 import torch
-from reference import ON_DEVICE, seeded, shard_tight, unwall_adamw
+from reference import ON_DEVICE, resident_bytes, seeded, shard_tight, unwall_adamw
 from torch import nn
 
 import unwall
@@ -31,13 +29,6 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-
-
-def resident_bytes():
-    """What the process really holds: freed memory is given back to the system first, as the allocator would keep some."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return psutil.Process().memory_info().rss
 
 
 def live(model):
@@ -192,6 +183,7 @@ def lifetime():
         backward(model, plan)
         optimizer.step()
         del model, optimizer
+        gc.collect()
         left.append(resident_bytes())
     return left
 

@@ -114,6 +114,24 @@ def test_bf16_stages_and_streaming_are_identical_bit_by_bit(ranks, world):
         assert_equal(run.state, runs[0].state)
 
 
+def several_backwards(case, model, optimizer, batch, step, rank):
+    """Gradients come in more than once before the step: from one forward twice, and from another one."""
+    inputs, target = batch
+    loss = case.loss(model, (inputs[:2], target[:2]))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    case.loss(model, (inputs[2:], target[2:])).backward()
+    return loss.detach()
+
+
+def test_bf16_accumulation_is_identical_bit_by_bit(ranks):
+    """Also under the smallest budget that was accepted: it must hold what accumulating takes."""
+    case = Case(build=HalfNet, batch=tokens, loss=token_loss, iterate=several_backwards)
+    whole = ranks(2).run(train_unwall, case, Plan(stage=0))[0]
+    for plan, tight in ((Plan(stage=2), False), (Plan(stage=3), False), (Plan(stage=3), True)):
+        assert_equal(whole.state, ranks(2).run(train_unwall, case, plan, tight=tight)[0].state)
+
+
 def test_the_master_keeps_what_bf16_cannot_hold(ranks):
     """Many steps, each far below half a bf16 step of the weight, add up."""
     [run] = ranks(1).run(train_unwall, CASE, Plan(), optimizer=tiny_steps, steps=20)

@@ -10,7 +10,7 @@ from unwall.optim.kernels import Span, adamw
 from unwall.optim.runs import runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
 from unwall.optim.updates import Factor, update_on_host
-from unwall.optim.whole import load_whole_states, whole_states
+from unwall.optim.whole import from_rank_0, load_whole_states, own_states, whole_states
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.layout import SLOT_BYTES
@@ -39,6 +39,7 @@ class AdamW(ShardedOptimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must lie in [0, 1), got {betas}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
+        self._kept = own_states(self, MOMENTS)
         for param in self._params():
             if param.requires_grad:
                 self._states_of(self.place(param)[1])
@@ -95,7 +96,8 @@ class AdamW(ShardedOptimizer):
         dtype = torch.float64 if group.layout.dtype is torch.float64 else torch.float32
         if group.layout.dtype is torch.bfloat16 and not group.has_state(MASTER):
             group.state(REMAINDER, torch.int16)
-        return group.state(MOMENTS[0], dtype), group.state(MOMENTS[1], dtype)
+        first, second = (self._kept.tensor(group, name, dtype) for name in MOMENTS)
+        return first, second
 
     def _span(self, group: Group, value: torch.Tensor, part: slice) -> Span:
         exp_avg, exp_avg_sq = self._states_of(group)
@@ -108,15 +110,15 @@ class AdamW(ShardedOptimizer):
         for engine in self.engines():
             engine.finish()
         packed = super().state_dict()
-        packed["state"] = whole_states(self, MOMENTS)
+        packed["state"] = whole_states(self, self._kept)
         packed["scaler"] = self.scaler.state_dict()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes whole tensors (on every rank) and keeps this rank's part of them."""
+        """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
         for engine in self.engines():
             engine.finish()
-        states = state_dict["state"]
+        states = from_rank_0(self, state_dict["state"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 
 @dataclass
 class LossScaler:
@@ -13,17 +11,6 @@ class LossScaler:
     scale: float = 2.0**16
     growth_interval: int = 2000
     good_steps: int = 0
-    used: bool = False
-    """Whether the gradients held now come from a scaled loss."""
-
-    def apply(self, loss: torch.Tensor) -> torch.Tensor:
-        self.used = True
-        return loss * self.scale
-
-    @property
-    def inverse(self) -> float:
-        """What gradients are multiplied with to take the scale out again."""
-        return 1.0 / self.scale if self.used else 1.0
 
     def update(self, overflow: bool) -> None:
         if overflow:

@@ -55,7 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forgets the gradients of this optimizer's parameters."""
         for engine, index, slots in self._held():
             engine.discard_gradients(index, slots)
-        self.scaler.used = False
+        self._clip = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -65,35 +65,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for engine in self.engines():
-            engine.settle()
+            engine.flush()
         held = list(self._held())
+        inverse = self._inverse()
         clip = self._clip if self._clip is not None else self.max_grad_norm
         self._clip = None
         factor: torch.Tensor | None = None
-        if clip is not None or self.scaler.used:
+        if clip is not None or inverse != 1.0:
             total = self._measure(held)
-            if self.scaler.used and self._overflowed(total):
+            if inverse != 1.0 and self._overflowed(total):
                 self.zero_grad()
                 return loss
             if clip is not None:
                 factor = clip_factor(self._norm_of(total), clip)
         if held:
-            self._update(held, factor, self.scaler.inverse)
+            self._update(held, factor, inverse)
         for engine, index, slots in held:
             engine.version += 1
             engine.executor.invalidate(index)
             engine.discard_gradients(index, slots)
-        self.scaler.used = False
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale: ``optimizer.scale(loss).backward()`` for fp16. ``step`` takes the scale out again."""
-        return self.scaler.apply(loss)
+        for engine in self.engines():
+            engine.loss_scale = self.scaler.scale
+        return loss * self.scaler.scale
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clips this step's gradients to ``max_norm`` over all ranks (done inside ``step``) and returns their norm."""
         for engine in self.engines():
-            engine.settle()
+            engine.flush()
         self._clip = float(max_norm)
         return self._norm_of(self._measure(list(self._held())))
 
@@ -143,8 +145,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return total
 
     def _norm_of(self, total: torch.Tensor) -> torch.Tensor:
-        self.grad_norm = (total[0].sqrt() * self.scaler.inverse).float()
+        self.grad_norm = (total[0].sqrt() * self._inverse()).float()
         return self.grad_norm
+
+    def _inverse(self) -> float:
+        """What gradients are multiplied with to take the loss scale out again (whichever optimizer scaled the loss)."""
+        return 1.0 / max((engine.loss_scale for engine in self.engines()), default=1.0)
 
     def _overflowed(self, total: torch.Tensor) -> bool:
         overflow = bool(total[1].item() > 0)

@@ -16,7 +16,7 @@ _BLOCK = 1024
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _adamw(  # type: ignore[no-untyped-def]
     param, remainder, master, exp_avg, exp_avg_sq, grad, scale, n,
-    beta1, beta2, eps, decay, step_size, root2, grad_scale,
+    beta1, beta2, weight1, weight2, eps, decay, step_size, root2, grad_scale,
     SPLIT: tl.constexpr, COPY: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -34,8 +34,8 @@ def _adamw(  # type: ignore[no-untyped-def]
         p = tl.load(param + at, mask=inside, other=0.0)
     m = tl.load(exp_avg + at, mask=inside, other=0.0)
     v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g * g
+    m = beta1 * m + weight1 * g
+    v = beta2 * v + weight2 * g * g
     p = p * decay - step_size * (m / (tl.sqrt(v) * root2 + eps))
     tl.store(exp_avg + at, m, mask=inside)
     tl.store(exp_avg_sq + at, v, mask=inside)
@@ -66,6 +66,8 @@ def launch(span: Span, step: AdamWStep, scale: torch.Tensor | None) -> None:
         n,
         step.beta1,
         step.beta2,
+        1 - step.beta1,
+        1 - step.beta2,
         step.eps,
         1 - step.lr * step.weight_decay,
         step.lr / (1 - step.beta1**step.step),

@@ -1,7 +1,9 @@
 """Optimizer states as whole tensors, parameter by parameter, in and out of shards."""
 
+import itertools
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +12,40 @@ from unwall.runtime.whole import whole_run
 from unwall.shards.group import Group
 
 
-def whole_states(optimizer: ShardedOptimizer, names: tuple[str, ...]) -> dict[int, dict[str, Any]]:
+class OwnStates:
+    """The states that one optimizer keeps in groups, under names of its own: another optimizer over the same parameters has
+    others. They go with the optimizer."""
+
+    def __init__(self, names: tuple[str, ...], number: int) -> None:
+        self.names = names
+        self._number = number
+        self._groups: dict[int, Group] = {}
+
+    def tensor(self, group: Group, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """A state over a group's owned run, zeros at first use."""
+        self._groups[id(group)] = group
+        return group.state(f"{name}#{self._number}", dtype)
+
+    def free(self) -> None:
+        for group in self._groups.values():
+            group.finish_update()
+            for name in self.names:
+                if group.has_state(f"{name}#{self._number}"):
+                    group.free_state(f"{name}#{self._number}")
+        self._groups.clear()
+
+
+_count = itertools.count()
+
+
+def own_states(optimizer: ShardedOptimizer, names: tuple[str, ...]) -> OwnStates:
+    """Room for an optimizer's states. Freed when the optimizer is."""
+    states = OwnStates(names, next(_count))
+    weakref.finalize(optimizer, states.free).atexit = False
+    return states
+
+
+def whole_states(optimizer: ShardedOptimizer, kept: OwnStates) -> dict[int, dict[str, Any]]:
     """State of every parameter that was stepped, by its number, as ``torch.optim`` counts. All ranks call it together."""
     found: dict[int, dict[str, Any]] = {}
     cached: tuple[Any, dict[str, torch.Tensor | None]] = (None, {})
@@ -20,7 +55,7 @@ def whole_states(optimizer: ShardedOptimizer, names: tuple[str, ...]) -> dict[in
         engine, group, slot = optimizer.place(param)
         if cached[0] is not group:
             dtype = torch.float64 if group.layout.dtype is torch.float64 else torch.float32
-            cached = (group, {name: whole_run(engine, group, group.state(name, dtype)) for name in names})
+            cached = (group, {name: whole_run(engine, group, kept.tensor(group, name, dtype)) for name in kept.names})
         place = group.layout.slots[slot]
         entry: dict[str, Any] = {"step": torch.tensor(float(optimizer.state[param]["step"]))}
         for name, whole in cached[1].items():
@@ -31,24 +66,57 @@ def whole_states(optimizer: ShardedOptimizer, names: tuple[str, ...]) -> dict[in
     return found
 
 
+def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Rank 0's states on every rank, whatever the others were given (``state_dict`` gives states on rank 0 only)."""
+    engines = optimizer.engines()
+    if not engines or engines[0].ranks.size == 1:
+        return states
+    ranks, device = engines[0].ranks, engines[0].device.device
+    outline = {
+        number: {name: _Outline(value.shape, value.dtype) if _is_large(value) else value for name, value in entry.items()}
+        for number, entry in states.items()
+    }
+    shared: dict[int, dict[str, Any]] = ranks.broadcast_object(outline)
+    for number, entry in shared.items():
+        for name, value in entry.items():
+            if isinstance(value, _Outline):
+                mine = states[number][name] if ranks.rank == 0 else torch.empty(value.shape, dtype=value.dtype)
+                moved = mine.to(device).contiguous()
+                ranks.broadcast(moved)
+                entry[name] = moved.cpu()
+    return shared
+
+
+class _Outline(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
 def load_whole_states(
     optimizer: ShardedOptimizer,
     states: dict[int, dict[str, Any]],
     names: tuple[str, ...],
     tensors_of: Callable[[Group], tuple[torch.Tensor, ...]],
 ) -> None:
-    """The inverse of ``whole_states``: every rank is given whole tensors and keeps its part."""
+    """The inverse of ``whole_states``: every rank has the whole tensors (``from_rank_0``) and keeps its part."""
     for number, param in enumerate(optimizer._params()):
-        if number not in states:
-            continue
         _, group, slot = optimizer.place(param)
+        if number not in states:
+            optimizer.state.pop(param, None)
+            for segment in group.owned_segments():
+                if segment.slot == slot:
+                    for target in tensors_of(group):
+                        target[segment.shard_start : segment.shard_start + segment.numel].zero_()
+            continue
         entry = states[number]
         optimizer.state[param]["step"] = int(entry["step"])
         for name, target in zip(names, tensors_of(group), strict=True):
             if name not in entry:
-                raise ValueError(
-                    f"the optimizer state of parameter {number} has no {name!r}: give every rank the state_dict of rank 0"
-                )
+                raise ValueError(f"the optimizer state of parameter {number} has no {name!r}: it comes from another optimizer")
             source = entry[name].reshape(-1)
             for segment in group.owned_segments():
                 if segment.slot == slot:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unwall.optim.sharded import Held, ShardedOptimizer
-from unwall.optim.whole import load_whole_states, whole_states
+from unwall.optim.whole import OwnStates, from_rank_0, load_whole_states, own_states, whole_states
 from unwall.shards.group import Group
 from unwall.shards.layout import Segment
 from unwall.shards.master import widen_master
@@ -82,7 +82,9 @@ class Wrapped(ShardedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors on the host (rank 0; the states are left out on the others), as the inner optimizer names them."""
         packed = super().state_dict()
-        packed["state"] = whole_states(self, self._spread_inner())
+        kept = self._spread_inner()
+        packed["state"] = whole_states(self, kept)
+        kept.free()
         packed["scaler"] = self.scaler.state_dict()
         for number, param in enumerate(self._params()):
             if number in packed["state"]:
@@ -93,13 +95,16 @@ class Wrapped(ShardedOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes whole tensors (on every rank) and keeps this rank's part of them."""
-        states = state_dict["state"]
+        """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
+        states = from_rank_0(self, state_dict["state"])
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
         names = sorted({name for entry in states.values() for name in entry if name not in ("step", "inner")})
-        load_whole_states(self, states, tuple(names), lambda group: tuple(group.state(name, torch.float32) for name in names))
+        kept = own_states(self, tuple(names))
+        load_whole_states(
+            self, states, kept.names, lambda group: tuple(kept.tensor(group, name, torch.float32) for name in kept.names)
+        )
         for number, param in enumerate(self._params()):
             piece = self._pieces[param]
             if piece is None or number not in states:
@@ -111,15 +116,12 @@ class Wrapped(ShardedOptimizer):
             for name in names:
                 if name in states[number]:
                     span = slice(segment.shard_start, segment.shard_start + segment.numel)
-                    entry[name] = group.state(name, torch.float32)[span].clone()
+                    entry[name] = kept.tensor(group, name, torch.float32)[span].clone()
             self.inner.state[piece] = entry
-        for group in {id(found): found for found in (self.place(param)[1] for param in self._params())}.values():
-            for name in names:
-                if group.has_state(name):
-                    group.free_state(name)
+        kept.free()
 
-    def _spread_inner(self) -> tuple[str, ...]:
-        """Copies the inner optimizer's tensor states into group states, where ``whole_states`` finds them; their names.
+    def _spread_inner(self) -> OwnStates:
+        """Copies the inner optimizer's tensor states into group states, where ``whole_states`` finds them.
 
         Every rank must name the same states, also one whose shards hold none of the parameters.
         """
@@ -129,6 +131,7 @@ class Wrapped(ShardedOptimizer):
                 names |= {name for name, value in self.inner.state.get(piece, {}).items() if _spans(value, piece)}
         for engine in self.engines():
             names = engine.ranks.union(names)
+        kept = own_states(self, tuple(sorted(names)))
         for param, piece in self._pieces.items():
             _, group, slot = self.place(param)
             segment = _segment(group, slot)
@@ -138,8 +141,8 @@ class Wrapped(ShardedOptimizer):
                 value = self.inner.state.get(piece, {}).get(name)
                 if value is not None:
                     span = slice(segment.shard_start, segment.shard_start + segment.numel)
-                    group.state(name, torch.float32)[span].copy_(value)
-        return tuple(sorted(names))
+                    kept.tensor(group, name, torch.float32)[span].copy_(value)
+        return kept
 
 
 def wrap(optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Wrapped:
@@ -168,7 +171,7 @@ def _check_element_wise(optimizer: torch.optim.Optimizer) -> None:
     try:
         for params in ([whole], pieces):
             trial = copy.copy(optimizer)
-            trial.__dict__ = {**optimizer.__dict__}
+            trial.__dict__ = {key: value for key, value in optimizer.__dict__.items() if key != "step"}  # a scheduler's
             options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
             trial.param_groups = [{**options, "params": params}]
             trial.state = type(optimizer.state)(dict)

@@ -21,7 +21,7 @@ from unwall.runtime.outputs import tensors_in
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradients import Gradient
-from unwall.shards.group import Group
+from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.tiers import Tiers
 
@@ -29,11 +29,13 @@ from unwall.tiers.tiers import Tiers
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("groups", "module")
+    __slots__ = ("groups", "module", "slots")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.groups: list[int] = []
+        self.slots: set[tuple[int, int]] = set()
+        """Trainable parameters it reads, as group and slot."""
 
 
 class Engine:
@@ -64,6 +66,11 @@ class Engine:
         self._backward_pins: set[int] = set()
         self._tasks: set[int] = set()
         self._hooked: set[int] = set()
+        self._flats = {group.flat.untyped_storage()._cdata: group.index for group in groups if group.evictable}
+        self._streams = bool(self._flats)
+        self._watching = False
+        self.loss_scale = 1.0
+        """What the loss of the gradients held now was multiplied with."""
         self.on_gradient: Callable[[torch.Tensor], None] = lambda _: None
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -72,6 +79,7 @@ class Engine:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
         if not self._frames and torch._C._current_graph_task_id() == -1:
             self._begin_pass()
+            self._watch_saved_tensors()  # not in a recomputation: its saved tensors are the checkpoint's
         frame = Frame(module)
         self._frames.append(frame)
         for index in groups:
@@ -87,6 +95,7 @@ class Engine:
             self._read(frame, index)
         if param.requires_grad and torch.is_grad_enabled():
             self._awaiting[index].add(slot)
+            frame.slots.add((index, slot))
             if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
                 self.hook_gradient(param)
 
@@ -106,16 +115,65 @@ class Engine:
             frame = self._frames.pop()
             if frame.groups and output is not None and frame.module is module and torch.is_grad_enabled():
                 self._watch_backward(frame, inputs, output)
+            self._hand_up(frame, output)
             for index in frame.groups:
                 self.executor.release(index)
+            if not self._frames:
+                self._unwatch_saved_tensors()
             if frame.module is module:
                 break
         if not self._frames and self.ranks.size > 1 and torch._C._current_graph_task_id() == -1:
             self.executor.through()
 
+    def _hand_up(self, frame: Frame, output: Any) -> None:
+        """A call may return a view of a parameter: then whoever called it reads the group, too."""
+        if not self._streams or not frame.groups or output is None:
+            return
+        for tensor in tensors_in(output):
+            index = self._flats.get(tensor.untyped_storage()._cdata)
+            if index is None:
+                continue
+            if not self._frames:
+                self._pin_for_backward(index)
+            elif index not in self._frames[-1].groups:
+                self._read(self._frames[-1], index)
+
+    # [Note: saved tensors]
+    # Hooks on outputs fetch a group before its backward. Some reads come another way: a detached weight, a graph that is
+    # differentiated twice, a tensor kept aside on the module. What autograd saved of a flat buffer is therefore unpacked
+    # through the engine, which makes the group resident first. Only where groups come and go at all.
+
+    def _watch_saved_tensors(self) -> None:
+        if self._streams:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            self._watching = True
+
+    def _unwatch_saved_tensors(self) -> None:
+        if self._watching:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._watching = False
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        index = self._flats.get(tensor.untyped_storage()._cdata)
+        return tensor if index is None else (index, tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        index, tensor = packed
+        if self.groups[index].residence is not Residence.RESIDENT or not self.executor.is_pinned(index):
+            self._pin_for_backward(index)
+            if torch._C._current_graph_task_id() != -1:
+                self._note_task()
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
     def _begin_pass(self) -> None:
         if self._tasks:  # the last backward ended with an exception
             self._end_backward()
+        self._backward_pins.clear()
+        self._open_calls = [0] * len(self.groups)
+        self.executor.phase += 1
         if self.lent:
             raise RuntimeError("the model cannot run inside unwall.full_params: leave the context first")
         self.executor.unpin_all()
@@ -126,7 +184,7 @@ class Engine:
         frame.groups.append(index)
 
     def _watch_backward(self, frame: Frame, inputs: Any, output: Any) -> None:
-        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         groups = tuple(frame.groups)
         if not tensors:
             if any(self._awaiting[index] for index in groups):
@@ -134,7 +192,7 @@ class Engine:
                     self._pin_for_backward(index)
             return
         frozen = [index for index in groups if any(not param.requires_grad for param in self.groups[index].params)]
-        call = Call(groups, tuple(frozen))
+        call = Call(groups, tuple(frozen), frame.slots)
         if frozen:
             nodes = boundary_nodes(tensors, tensors_in(inputs))
             call.open_nodes = -1 if nodes is None else len(nodes)
@@ -146,7 +204,11 @@ class Engine:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def _backward_begins(self, call: "Call") -> None:
-        self._note_task()
+        task = self._note_task()
+        if call.task != task:  # a graph may be used by several backwards
+            call.task = task
+            for index, slot in call.slots:
+                self._awaiting[index].add(slot)
         for index in call.groups:
             self._pin_for_backward(index)
         if not call.started:
@@ -190,7 +252,7 @@ class Engine:
                 raise
             # no_sync keeps whole gradients on every rank. Where they do not fit, sum them early: slower, the same result.
             for index, local in enumerate(self.gradients):
-                if local.arrived:
+                if local.pending:
                     self.executor.reduce(index)
             self.executor.finish_reduces()
             self.executor.make_room(gradient.flat_bytes, label)
@@ -207,11 +269,12 @@ class Engine:
             self._backward_pins.discard(index)
             self.executor.release(index)
 
-    def _note_task(self) -> None:
+    def _note_task(self) -> int:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
+        return task
 
     def _task_done(self, task: int) -> None:
         self._tasks.discard(task)
@@ -219,6 +282,7 @@ class Engine:
             self._end_backward()
             if self.ranks.size > 1:
                 self.executor.through()
+            self.executor.phase += 1
 
     def _end_backward(self) -> None:
         self._tasks.clear()
@@ -228,14 +292,34 @@ class Engine:
         for index, gradient in enumerate(self.gradients):
             self._awaiting[index].clear()
             self._open_calls[index] = 0
-            if self.sync and gradient.arrived:
+            if self.sync and gradient.pending:
                 self.executor.reduce(index)
+            elif gradient.arrived:
+                self._keep_local(index)
+
+    def _keep_local(self, index: int) -> None:
+        gradient = self.gradients[index]
+        try:
+            self.executor.make_room(gradient.local_bytes, f"gradients of {gradient.group.name}")
+            gradient.keep_local()
+        except BudgetError:
+            self.executor.reduce(index)
 
     # -- the rest of the world ----------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Gradients in flight have been reduced."""
         self.executor.finish_reduces()
+
+    def flush(self) -> None:
+        """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
+        self.executor.together("a step")
+        for index, gradient in enumerate(self.gradients):
+            if gradient.pending:
+                self.executor.reduce(index)
+        if self.ranks.size > 1:
+            self.executor.through()
+        self.settle()
 
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
@@ -247,6 +331,7 @@ class Engine:
         """Forgets every gradient of the model."""
         for gradient in self.gradients:
             gradient.clear()
+        self.loss_scale = 1.0
 
     def discard_gradients(self, index: int, slots: set[int]) -> None:
         """Forgets the gradients of some of a group's parameters."""
@@ -254,8 +339,10 @@ class Engine:
         gradient.finish_reduce()
         gradient.present -= slots
         gradient.arrived -= slots
-        if not gradient.present and not gradient.arrived:
+        if not gradient.present and not gradient.pending:
             gradient.clear()
+            if not any(other.present or other.pending for other in self.gradients):
+                self.loss_scale = 1.0
         elif gradient.value is not None:
             for segment in self.groups[index].owned_segments():
                 if segment.slot in slots:
@@ -274,10 +361,12 @@ class Engine:
 class Call:
     """A finished forward call whose backward may come."""
 
-    __slots__ = ("frozen", "groups", "open_nodes", "started")
+    __slots__ = ("frozen", "groups", "open_nodes", "slots", "started", "task")
 
-    def __init__(self, groups: tuple[int, ...], frozen: tuple[int, ...]) -> None:
+    def __init__(self, groups: tuple[int, ...], frozen: tuple[int, ...], slots: set[tuple[int, int]]) -> None:
         self.groups = groups
+        self.slots = slots
+        self.task = -1
         self.frozen = frozen
         self.open_nodes = 0
         """Boundary nodes that have not run yet; negative: unknown, wait for the end of the pass."""

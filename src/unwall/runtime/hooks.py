@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -148,10 +148,10 @@ def install(engine: Engine, model: nn.Module) -> None:
         groups = tuple(dict.fromkeys(engine.places[id(param)][0] for param in own))
         unseen = own if unit or isinstance(module, nn.RNNBase) else ()
         casts = None
-        if module is model and compute is not torch.float32:
-            casts = Casts(torch.float32, compute, back=False)
-        elif own and compute is not torch.float32 and all(_kept_fp32(engine, param) for param in own):
+        if compute is not torch.float32 and own and all(_kept_fp32(engine, param) for param in own):
             casts = Casts(compute, torch.float32, back=True)
+        elif compute is not torch.float32 and (own or module is model):
+            casts = Casts(torch.float32, compute, back=False)
         module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
         module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
         if own and not unit:
@@ -160,15 +160,44 @@ def install(engine: Engine, model: nn.Module) -> None:
     model.__dict__["zero_grad"] = engine.zero_grad
     reader = WholeParams(engine)
     for module in model.modules():
-        if any(param is not None for param in module._parameters.values()):
+        module.__dict__["_apply"] = functools.partial(_convert, engine, module)
+        if module is model or any(param is not None for param in module._parameters.values()):
             hooks = StateDictHooks(engine, reader)
             module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(hooks.before_load)
             module.register_load_state_dict_post_hook(hooks.after_load)
-    for buffer_owner in model.modules():
-        for name, buffer in buffer_owner._buffers.items():
-            if buffer is not None and buffer.device != engine.device.device and not buffer.is_meta:
-                buffer_owner._buffers[name] = buffer.to(engine.device.device)
+    for owner in model.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None or buffer.is_meta:
+                continue
+            if buffer.device != engine.device.device:
+                buffer = owner._buffers[name] = buffer.to(engine.device.device)
+            if engine.ranks.size > 1 and buffer.numel():  # all ranks start from rank 0's
+                values = buffer.detach().contiguous().reshape(-1)
+                engine.ranks.broadcast(values.view(torch.uint8))
+                buffer.copy_(values.view(buffer.shape))
+
+
+def _convert(
+    engine: Engine, module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """What ``model.to(...)``, ``.half()`` and the like do on a sharded model: nothing for the parameters when nothing would
+    change (``model.to(device)`` after ``shard``), an error otherwise; buffers follow."""
+    for param in module.parameters(recurse=recurse):
+        if id(param) not in engine.places:
+            continue
+        probe = torch.empty((1, 2, 2, 2), dtype=param.dtype, device=engine.device.device)
+        changed = change(probe)
+        if (changed.dtype, changed.device, changed.stride()) != (probe.dtype, probe.device, probe.stride()):
+            raise RuntimeError(
+                "a sharded model's parameters cannot be converted or moved: convert the model before unwall.shard, or choose "
+                "Plan(compute_dtype=...)"
+            )
+    for owner in module.modules() if recurse else (module,):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = change(buffer)
+    return module
 
 
 def _kept_fp32(engine: Engine, param: nn.Parameter) -> bool:

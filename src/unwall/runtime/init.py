@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,16 +30,20 @@ _pages = WeakIdKeyDictionary()  # parameter -> Page, once its model was built
 
 
 class Page:
-    """One parameter under construction: its storage, or this rank's part of its bytes."""
+    """The storage of a parameter under construction (or of several that share it), or this rank's part of its bytes."""
 
     def __init__(self, param: nn.Parameter, ranks: Ranks) -> None:
-        self._param = weakref.ref(param)
+        self._params = [weakref.ref(param)]
         self._storage = param.untyped_storage()
         self.key = self._storage._cdata
         self.nbytes = self._storage.nbytes()
         self._ranks = ranks
         self._part: torch.Tensor | None = None
-        self._shape, self._stride, self._dtype = param.shape, param.stride(), param.dtype
+
+    def add(self, param: nn.Parameter) -> None:
+        """Another parameter lies in the same storage (``Parameter(weight.data)``)."""
+        if all(known() is not param for known in self._params):
+            self._params.append(weakref.ref(param))
 
     def out(self) -> None:
         """Keeps this rank's part on the host and gives the storage's memory back."""
@@ -60,9 +64,9 @@ class Page:
         torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage).copy_(whole)
         self._part = None
 
-    def value(self) -> torch.Tensor:
-        """The whole parameter, on the host, as it was initialised."""
-        return self._gather().view(self._dtype).as_strided(self._shape, self._stride)
+    def value(self, like: "Geometry") -> torch.Tensor:
+        """A whole parameter, on the host, as it was initialised."""
+        return self._gather().view(like.dtype).as_strided(like.shape, like.stride, like.offset)
 
     def _gather(self) -> torch.Tensor:
         assert self._part is not None
@@ -72,13 +76,25 @@ class Page:
         self._ranks.all_gather_on_host(whole, self._part)
         return whole[: self.nbytes]
 
-    def seal(self) -> None:
-        """The model is built: the parameter shows NaN until ``shard`` takes the value from here."""
-        param = self._param()
-        if param is not None:
-            fill = float("nan") if self._dtype.is_floating_point else 0
-            param.data = torch.full((), fill, dtype=self._dtype, device=self._storage.device).expand(self._shape)
-            _pages[param] = self
+    def seal(self) -> bool:
+        """The model is built: its parameters show NaN until ``shard`` takes their values from here. False where no parameter
+        is left: then whatever else uses the storage needs its bytes."""
+        alive = [param for param in (known() for known in self._params) if param is not None]
+        for param in alive:
+            like = Geometry(param.shape, param.stride(), int(param.storage_offset()), param.dtype)
+            fill = float("nan") if like.dtype.is_floating_point else 0
+            param.data = torch.full((), fill, dtype=like.dtype, device=self._storage.device).expand(like.shape)
+            _pages[param] = (self, like)
+        return bool(alive)
+
+
+class Geometry(NamedTuple):
+    """Where a parameter lies in its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
 
 
 class Pager(TorchDispatchMode):
@@ -89,6 +105,7 @@ class Pager(TorchDispatchMode):
         self._ranks = ranks
         self._known: dict[int, Page] = {}
         self._resident: OrderedDict[int, Page] = OrderedDict()  # least lately touched first
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._paging = False  # our own copies are operations, too
 
     @contextmanager
@@ -101,15 +118,26 @@ class Pager(TorchDispatchMode):
         finally:
             handle.remove()
             self._shrink(0, 0)
+            self._paging = True
+            viewed = {
+                buffer.untyped_storage()._cdata
+                for module in self._modules
+                for buffer in module._buffers.values()
+                if buffer is not None
+            }
             for page in self._known.values():
-                page.seal()
+                if page.key in viewed or not page.seal():
+                    page.bring_back()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:  # noqa: ARG002
+        self._modules.add(module)
         if param is None or param.is_meta or param.numel() == 0 or param in _pages:
             return
         key = param.untyped_storage()._cdata
         whole = param.is_contiguous() and param.untyped_storage().nbytes() == param.numel() * param.element_size()
-        if key not in self._known and whole:
+        if key in self._known:
+            self._known[key].add(param)
+        elif whole:
             page = Page(param, self._ranks)
             self._known[key] = self._resident[key] = page
             self._shrink(RESIDENT_BYTES, 2)
@@ -148,7 +176,10 @@ class Pager(TorchDispatchMode):
 
 def whole_value(param: nn.Parameter) -> torch.Tensor | None:
     """What ``shard`` starts from: the value from ``init``, the parameter itself, or None for a meta parameter."""
-    page = _pages.pop(param, None)
-    if isinstance(page, Page):
-        return page.value()
+    found = _pages.pop(param, None)
+    if found is not None:
+        page, like = found
+        value = page.value(like)
+        assert isinstance(value, torch.Tensor)
+        return value
     return None if param.is_meta else param.data

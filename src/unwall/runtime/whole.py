@@ -34,11 +34,16 @@ class WholeParams:
         self._held: tuple[int, int] | None = None
         self._whole: torch.Tensor | None = None
 
+    def forget(self) -> None:
+        """Lets go of the last group."""
+        self._held = self._whole = None
+
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """The parameter as it was given to ``shard``: same shape and dtype, on the host. None on ranks that get nothing."""
         index, slot = self._engine.places[id(param)]
         group = self._engine.groups[index]
         if self._held != (index, self._engine.version):
+            self._engine.executor.together("state_dict or full_params")
             group.finish_update()
             self._whole = whole_run(self._engine, group, read_master(group), self._everywhere)
             self._held = (index, self._engine.version)
@@ -68,7 +73,10 @@ def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
 @contextmanager
 def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     """Inside, the parameters are whole, in the dtype they were given in, on the device."""
+    engine.executor.together("unwall.full_params")
     reader = WholeParams(engine, everywhere=True)
+    # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
+    params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]
     places = [engine.places[id(param)] for param in params]
     for param in params:
         value = reader.get(param)
@@ -96,13 +104,15 @@ class StateDictHooks:
     def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
         for name, param in module._parameters.items():
-            if param is None or prefix + name not in state_dict:
+            if param is None or prefix + name not in state_dict or id(param) not in self._engine.places:
                 continue
             value = self._reader.get(param)
             if value is None:
                 del state_dict[prefix + name]
             else:
                 state_dict[prefix + name] = value
+        if prefix == "":
+            self._reader.forget()
 
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
@@ -111,7 +121,7 @@ class StateDictHooks:
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would replace sharded parameters: load without assign")
         for name, param in module._parameters.items():
-            if param is None:
+            if param is None or id(param) not in self._engine.places:
                 continue
             index, slot = self._engine.places[id(param)]
             group = self._engine.groups[index]

@@ -34,6 +34,8 @@ class Executor:
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
+        self.phase = 0
+        """Counts forwards and backwards."""
         self.on_reduced: Callable[[int], None] = lambda _: None
         """Called when a group's gradient is where the update will find it (or on its way there)."""
 
@@ -146,12 +148,12 @@ class Executor:
         gradient = self.gradients[index]
         if self._ranks.size == 1:
             self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
-            gradient.begin_reduce(set(gradient.arrived))
+            gradient.begin_reduce(gradient.pending)
             self._reducing.append(index)
             if self.groups[index].home.tier == "device":
                 self.finish_reduces()
             return
-        bits = pack_bits(sorted(gradient.arrived), len(self.groups[index].params))
+        bits = pack_bits(sorted(gradient.pending), len(self.groups[index].params))
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
 
     def finish_reduces(self, leave: int = 0) -> None:
@@ -160,6 +162,10 @@ class Executor:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
             self.on_reduced(index)
+
+    def together(self, what: str) -> None:
+        """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
+        self.agree(Wish(Wish.TOGETHER, 0), what)
 
     def through(self) -> None:
         """This rank needs no collective before the step. Serves the others until none of them does."""
@@ -172,8 +178,8 @@ class Executor:
         if self._ranks.size == 1:
             return
         while True:
-            wishes = self._ranks.announce(mine, where)
-            active = [wish for wish in wishes if wish.kind != Wish.THROUGH]
+            wishes = self._ranks.announce(mine, self.phase, where)
+            active = [wish for wish in wishes if wish.kind in (Wish.GATHER, Wish.REDUCE)]
             if not active:
                 return
             served = active[0]

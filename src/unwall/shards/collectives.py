@@ -9,6 +9,7 @@ through serves until all are. So no order of uses is an error, and none can hang
 The announcements are a few words over a CPU group; a rank alone needs none of it.
 """
 
+import atexit
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Wish:
     """What a rank wants next."""
 
     kind: int
-    """GATHER, REDUCE or THROUGH."""
+    """GATHER, REDUCE, THROUGH, or TOGETHER: something all ranks must call at once (a step, ``state_dict``)."""
     group: int
     used: tuple[int, ...] = ()
     """REDUCE: which of the group's parameters have a gradient on this rank, as bits of 62-bit words."""
@@ -37,6 +38,7 @@ class Wish:
     GATHER = 1
     REDUCE = 2
     THROUGH = 3
+    TOGETHER = 4
 
 
 def pack_bits(indices: Sequence[int], count: int) -> tuple[int, ...]:
@@ -76,13 +78,23 @@ class Ranks:
         _models += 1
         self._words, self._model = words, _models
 
-    def announce(self, wish: Wish, where: str) -> list[Wish]:
-        """Every rank's wish. DivergedError, naming ``where``, when the others do not answer."""
-        rows = self._exchange([self._model, wish.kind, wish.group], where)  # of fixed length, whatever the model
+    def announce(self, wish: Wish, phase: int, where: str) -> list[Wish]:
+        """Every rank's wish. DivergedError, naming ``where``, when the others do not answer or are somewhere else.
+
+        ``phase`` counts forwards and backwards: control flow may differ inside one, but all ranks must be in the same one.
+        """
+        rows = self._exchange([self._model, wish.kind, wish.group, phase], where)  # of fixed length, whatever the model
         others = [rank for rank, row in enumerate(rows) if row[0] != self._model]
         if others:
             raise DivergedError(f"rank {self.rank} is at {where}, but rank {others[0]} is running another sharded model")
-        wishes = [Wish(kind, index) for _, kind, index in rows]
+        wishes = [Wish(kind, index) for _, kind, index, _ in rows]
+        behind = [rank for rank, row in enumerate(rows) if row[3] != phase]
+        apart = [rank for rank, other in enumerate(wishes) if (other.kind == Wish.TOGETHER) != (wish.kind == Wish.TOGETHER)]
+        if behind or apart:
+            raise DivergedError(
+                f"rank {self.rank} is at {where}, but rank {(behind or apart)[0]} is elsewhere: all ranks must run the same "
+                "forwards, backwards and steps, and call state_dict, full_params and the like together"
+            )
         if any(other.kind == Wish.REDUCE for other in wishes):
             used = self._exchange(list(wish.used) + [0] * (self._words - len(wish.used)), where)
             wishes = [Wish(other.kind, other.group, tuple(bits)) for other, bits in zip(wishes, used, strict=True)]
@@ -139,6 +151,14 @@ class Ranks:
         dist.all_gather_object(every, names, group=self._control)
         return set().union(*every)
 
+    def broadcast_object(self, thing: Any) -> Any:
+        """Rank 0's object on every rank."""
+        if self.size == 1:
+            return thing
+        box = [thing]
+        dist.broadcast_object_list(box, group=self._control, group_src=0)
+        return box[0]
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Rank 0's values on every rank."""
         if self.size > 1:
@@ -147,12 +167,15 @@ class Ranks:
 
 _models = 0
 _controls: dict["dist.ProcessGroup", "dist.ProcessGroup"] = {}
+atexit.register(_controls.clear)  # a group that lives into the interpreter's end aborts the process
 
 
 def _control_group(group: "dist.ProcessGroup") -> "dist.ProcessGroup":
     """The CPU group for announcements beside ``group``: one for all models, because each costs threads and sockets."""
     if group not in _controls:
-        _controls[group] = dist.new_group(dist.get_process_group_ranks(group), timeout=_TIMEOUT, backend="gloo")
+        members = dist.get_process_group_ranks(group)
+        # Only the members take part: the other ranks may shard another model, or none.
+        _controls[group] = dist.new_group(members, timeout=_TIMEOUT, backend="gloo", use_local_synchronization=True)
     return _controls[group]
 
 

@@ -36,6 +36,8 @@ class Gradient:
         """Sum of squares of the value, measured on the device while it was there. None: not measured, or not valid any more."""
         self._tiers = tiers
         self._device = tiers.device
+        self._local_block: MemoryBlock | None = None  # fp32: passes inside no_sync
+        self._local_slots: set[int] = set()
         self._ranks = ranks
         self._keep_flat = keep_flat
         self._everywhere = everywhere
@@ -48,6 +50,17 @@ class Gradient:
         self._landing_block: MemoryBlock | None = None  # host memory that gradients are copied to, kept for the next pass
         self._landing: Ticket | None = None
         self._leaving: MemoryBlock | None = None  # what the landing copies from
+
+    @property
+    def pending(self) -> set[int]:
+        """Parameters with a gradient on this rank that was not reduced yet."""
+        return self.arrived | self._local_slots
+
+    @property
+    def local_bytes(self) -> int:
+        """Device memory that ``keep_local`` needs."""
+        item = torch.promote_types(self.dtype, torch.float32).itemsize
+        return 0 if self._local_block is not None else self.group.layout.padded_numel * item
 
     @property
     def flat_bytes(self) -> int:
@@ -70,6 +83,18 @@ class Gradient:
             target.copy_(grad)
         self.arrived.add(slot)
 
+    def keep_local(self) -> None:
+        """The end of a pass inside ``no_sync``: what arrived is added to this rank's own sum, in fp32."""
+        flat = self._flat_for_writing()
+        self._clear_rest(flat)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        if self._local_block is None:
+            self._local_block = self._tiers.zeros("device", flat.numel(), dtype, f"gradients of {self.group.name}")
+        self._local_block.view(dtype).add_(flat)
+        self._local_slots |= self.arrived
+        self.arrived.clear()
+        self._release_flat()
+
     def begin_reduce(self, present: set[int], contribute: bool = True) -> None:
         """Starts the sum over ranks.
 
@@ -79,7 +104,12 @@ class Gradient:
         self.finish_reduce()
         self.present |= present
         if contribute:
-            self._clear_rest(self._flat_for_writing())
+            flat = self._flat_for_writing()
+            self._clear_rest(flat)
+            if self._local_block is not None:
+                local = self._local_block.view(torch.promote_types(self.dtype, torch.float32))
+                flat.copy_(local.add_(flat))
+                self._forget_local()
             self.arrived.clear()
         if self._ranks.size == 1:
             self._incoming, self._flat_block = self._flat_block, None
@@ -146,6 +176,13 @@ class Gradient:
         self._value_block = None
         if self._flat_block is not None:
             self._release_flat()
+        self._forget_local()
+
+    def _forget_local(self) -> None:
+        if self._local_block is not None:
+            self._device.free(self._local_block)
+            self._local_block = None
+        self._local_slots.clear()
 
     def _await_sum(self) -> None:
         assert self._work is not None

@@ -1,5 +1,7 @@
 """The device tier: the accelerator's memory, or plain memory with its own accounting where there is none."""
 
+import os
+
 import torch
 
 from unwall.tiers.block import Block, MemoryBlock, check_size
@@ -9,8 +11,9 @@ from unwall.tiers.ledger import Ledger, TierName
 def default_device() -> torch.device:
     """The accelerator this process computes on, or the CPU. Does not initialise the accelerator."""
     if torch.cuda.is_available():
-        initialised = torch.cuda.is_initialized()
-        return torch.device("cuda", torch.cuda.current_device() if initialised else 0)
+        if torch.cuda.is_initialized():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())  # torchrun sets it
     return torch.device("cpu")
 
 
