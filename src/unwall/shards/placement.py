@@ -39,9 +39,9 @@ class Home:
 
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
-    """What a group holds on the device for good."""
+    """What a group holds on the device at most between passes: its gradient may have grown by adding up."""
     if home.tier == "device":
-        return (sizes.flat_bytes if sizes.whole else sizes.shard_bytes) + sizes.state_bytes
+        return (sizes.flat_bytes if sizes.whole else sizes.shard_bytes) + sizes.state_bytes + sizes.widening_bytes
     return sizes.flat_bytes if home.resident else 0
 
 
@@ -50,8 +50,8 @@ def host_bytes_of(sizes: Sizes, home: Home) -> int:
 
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """What comes and goes on the device: two groups gathered (where one ends and the next begins), two gradients, and what
-    they are reduced to (on the way to the host two of these, otherwise one beside what is held)."""
+    """What comes and goes on the device: groups gathered and gradients being filled, three of each, because backward may be in
+    several groups at once where their borders do not follow the order of use; and what two gradients are reduced to."""
     flats = sorted(
         size.flat_bytes
         for size, home in zip(sizes, homes, strict=True)
@@ -59,8 +59,7 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     )
     grads = sorted(size.grad_flat_bytes for size in sizes)
     parts = sorted(size.grad_part_bytes for size in sizes)
-    leaving = any(home.tier == "host" for home in homes)
-    return sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2 if leaving else -1 :])
+    return sum(flats[-3:]) + sum(grads[-3:]) + sum(parts[-2:])
 
 
 def place(sizes: Sequence[Sizes], plan: Plan, device_budget_bytes: int | None) -> list[Home]:
@@ -82,10 +81,7 @@ def place(sizes: Sequence[Sizes], plan: Plan, device_budget_bytes: int | None) -
         for home in homes:
             trial.append(home if home is not None else Home("device") if left > 0 else Home("host"))
             left -= home is None
-        held = sum(
-            device_bytes_of(size, home) + (size.widening_bytes if home.tier == "device" else 0)
-            for size, home in zip(sizes, trial, strict=True)
-        )
+        held = sum(device_bytes_of(size, home) for size, home in zip(sizes, trial, strict=True))
         if held + working_bytes(sizes, trial) > device_budget_bytes:
             break
         best = trial
