@@ -50,8 +50,8 @@ def host_bytes_of(sizes: Sizes, home: Home) -> int:
 
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """What comes and goes on the device: groups gathered and gradients being filled, three of each, because backward may be in
-    several groups at once where their borders do not follow the order of use; and what two gradients are reduced to."""
+    """What comes and goes on the device: two groups gathered (where one ends and the next begins), two gradients, what they
+    are reduced to, and one gradient in both widths while it moves to fp32."""
     flats = sorted(
         size.flat_bytes
         for size, home in zip(sizes, homes, strict=True)
@@ -59,7 +59,7 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     )
     grads = sorted(size.grad_flat_bytes for size in sizes)
     parts = sorted(size.grad_part_bytes for size in sizes)
-    return sum(flats[-3:]) + sum(grads[-3:]) + sum(parts[-2:])
+    return sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2:]) + max((size.widening_bytes for size in sizes), default=0)
 
 
 def place(sizes: Sequence[Sizes], plan: Plan, device_budget_bytes: int | None) -> list[Home]:
