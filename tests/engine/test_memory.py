@@ -109,7 +109,8 @@ def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
         # Several passes before a step add up in fp32: a bf16 gradient shard may grow by 2 bytes a parameter.
         growth = (4 - dtype.itemsize) * (PSI + LAYER) / world
         assert budget <= 1.05 * (states + growth + working) + 64  # the step of the search for it
-        assert peak < states + LAYERS * whole_layer  # what a model that is gathered whole would take
+        if dtype is torch.float32:  # otherwise the room for growth holds the whole model
+            assert peak < states + LAYERS * whole_layer  # what a model that is gathered whole would take
 
 
 def count(stage, budget):

@@ -68,7 +68,7 @@ class Gradient:
         layout = self.group.layout
         whole = layout.padded_numel * self.dtype.itemsize
         flat = 0 if self._flat_block is not None else whole
-        if self.value is not None and self.dtype.itemsize < 4 and not self._on_host:
+        if self.value is not None and self.value.dtype.itemsize < 4 and not self._on_host:
             flat += self.group.own_numel * 4  # a second pass adds up in fp32
         return flat + (0 if self._ranks.size == 1 else whole if self._everywhere else layout.shard_numel * self.dtype.itemsize)
 
