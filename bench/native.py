@@ -35,10 +35,10 @@ MIB = 1 << 20
 ADAMW_NUMEL = 64 * MIB
 ADAMW_BYTES = 26  # an element: half, remainder and two moments read and written, a bf16 gradient read
 DISK_BYTES = 4 * GIB
-REQUEST_BYTES = 64 * MIB
-BUFFER_BYTES = GIB
 BLOCK_BYTES = 4 * MIB
 DEPTH = 8
+REQUEST_BYTES = DEPTH * BLOCK_BYTES
+BUFFER_BYTES = REQUEST_BYTES  # the memory that fio uses, too: a larger buffer is colder and measures the processor's caches
 console = Console()
 
 
