@@ -17,6 +17,7 @@ from torch import nn
 
 from unwall.plan import Plan
 from unwall.runtime.boundary import boundary_nodes
+from unwall.runtime.calls import Call, Frame
 from unwall.runtime.outputs import tensors_in
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
@@ -24,18 +25,6 @@ from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.tiers import Tiers
-
-
-class Frame:
-    """A module call on the stack, and the groups it reads."""
-
-    __slots__ = ("groups", "module", "slots")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.groups: list[int] = []
-        self.slots: set[tuple[int, int]] = set()
-        """Trainable parameters it reads, as group and slot."""
 
 
 class Engine:
@@ -203,7 +192,7 @@ class Engine:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    def _backward_begins(self, call: "Call") -> None:
+    def _backward_begins(self, call: Call) -> None:
         task = self._note_task()
         if call.task != task:  # a graph may be used by several backwards
             call.task = task
@@ -217,7 +206,7 @@ class Engine:
                 for index in call.frozen:
                     self._open_calls[index] += 1
 
-    def _node_done(self, call: "Call") -> None:
+    def _node_done(self, call: Call) -> None:
         call.open_nodes -= 1
         if call.open_nodes == 0 and call.started:
             for index in call.frozen:
@@ -356,18 +345,3 @@ class Engine:
             yield
         finally:
             self.sync = before
-
-
-class Call:
-    """A finished forward call whose backward may come."""
-
-    __slots__ = ("frozen", "groups", "open_nodes", "slots", "started", "task")
-
-    def __init__(self, groups: tuple[int, ...], frozen: tuple[int, ...], slots: set[tuple[int, int]]) -> None:
-        self.groups = groups
-        self.slots = slots
-        self.task = -1
-        self.frozen = frozen
-        self.open_nodes = 0
-        """Boundary nodes that have not run yet; negative: unknown, wait for the end of the pass."""
-        self.started = False
