@@ -105,6 +105,12 @@ def _check_plan(plan: Plan) -> None:
     for name in ("params", "grads", "optimizer"):
         if getattr(plan, name) == "disk":
             raise PlanError(f"{name}='disk': the engine does not use the disk tier yet; use 'auto', 'device' or 'host'")
+    states = plan.params if plan.optimizer == "auto" else plan.optimizer
+    if plan.grads not in ("auto", states):
+        raise PlanError(
+            f"grads={plan.grads!r}: gradients land on the tier of the optimizer state, which is {states!r} here; use grads='auto' "
+            "and choose the tier with optimizer="
+        )
     if plan.activations != "keep":
         raise PlanError(
             f"activations={plan.activations!r}: only 'keep' is built yet; wrap blocks in torch's checkpoint instead"

@@ -30,13 +30,13 @@ class Plan:
     params: Placement = "auto"
     """The tier parameters live on. ``"auto"`` fills the fastest tier first and spills to the next one."""
     grads: Placement = "auto"
-    """The tier gradients land on. ``"auto"`` follows the optimizer state."""
+    """The tier gradients land on: that of the optimizer state, which is what ``"auto"`` means."""
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
     activations: Activations = "keep"
     """What happens to activations between forward and backward."""
     disk: str | Path | tuple[str | Path, ...] | None = None
-    """One directory, or several (one a drive), for the disk tier."""
+    """One directory, or several (one a drive), for the disk tier, which the engine does not use yet."""
     device_bytes: int | str | None = None
     """What unwall may hold on the device (activations are not counted). None: all of it."""
     host_bytes: int | str | None = None

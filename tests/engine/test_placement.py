@@ -113,6 +113,11 @@ def test_a_host_budget_that_is_too_small_is_refused():
         unwall.shard(build(frozen=False), Plan(params="host", optimizer="host", host_bytes="1KiB"))
 
 
+def test_gradients_cannot_land_elsewhere_than_the_optimizer_state():
+    with pytest.raises(PlanError, match="grads='host'"):
+        unwall.shard(build(frozen=False), Plan(grads="host", optimizer="device"))
+
+
 def test_a_failed_update_is_raised_at_the_next_use():
     """A host update runs after ``step`` has returned: what goes wrong there must not be lost."""
     model = build(frozen=False)

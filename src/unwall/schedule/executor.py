@@ -1,7 +1,7 @@
 """Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from unwall.schedule.residency import Held, choose_drops, next_missing
 from unwall.schedule.trace import Trace
@@ -36,8 +36,6 @@ class Executor:
         self._reducing: deque[int] = deque()
         self.phase = 0
         """Counts forwards and backwards."""
-        self.on_reduced: Callable[[int], None] = lambda _: None
-        """Called when a group's gradient is where the update will find it (or on its way there)."""
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +120,6 @@ class Executor:
         """Starts fetching the next missing groups, where that pushes out nothing that is needed sooner."""
         if not self.trace.known:
             return
-        next_use = self.trace.next_use()
         while True:
             present = {index for index, group in enumerate(self.groups) if group.residence is not Residence.ABSENT}
             found = next_missing(self.trace.upcoming(), present, LOOK_AHEAD)
@@ -134,7 +131,7 @@ class Executor:
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             free = self._device.ledger.free_bytes
             needed = 0 if free is None else self.groups[index].fetch_bytes - free
-            drops = choose_drops(self._held(), next_use, needed, sooner_than=distance)
+            drops = choose_drops(self._held(), self.trace.next_use(), needed, sooner_than=distance)
             if drops is None:
                 return
             for drop in drops:
@@ -159,9 +156,7 @@ class Executor:
     def finish_reduces(self, leave: int = 0) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left."""
         while len(self._reducing) > leave:
-            index = self._reducing.popleft()
-            self.gradients[index].finish_reduce()
-            self.on_reduced(index)
+            self.gradients[self._reducing.popleft()].finish_reduce()
 
     def together(self, what: str) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""

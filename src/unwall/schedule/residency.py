@@ -15,7 +15,7 @@ class Held:
     group: int
     nbytes: int
     pinned: bool
-    """In use, or on its way: must not be dropped."""
+    """In use: must not be dropped."""
 
 
 def choose_drops(

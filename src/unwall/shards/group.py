@@ -94,10 +94,6 @@ class Group:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     @property
-    def flat_bytes(self) -> int:
-        return self.layout.flat_bytes
-
-    @property
     def fetch_bytes(self) -> int:
         """Device memory that a fetch takes beyond what is held anyway."""
         return self.layout.flat_bytes if self.evictable else 0
