@@ -108,8 +108,8 @@ def _check_plan(plan: Plan) -> None:
     states = plan.params if plan.optimizer == "auto" else plan.optimizer
     if plan.grads not in ("auto", states):
         raise PlanError(
-            f"grads={plan.grads!r}: gradients land on the tier of the optimizer state, which is {states!r} here; use grads='auto' "
-            "and choose the tier with optimizer="
+            f"grads={plan.grads!r}: gradients land on the tier of the optimizer state, which is {states!r} here; "
+            "use grads='auto' and choose the tier with optimizer="
         )
     if plan.activations != "keep":
         raise PlanError(
