@@ -1,6 +1,7 @@
 """The public functions."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,14 +19,18 @@ from unwall.runtime.hooks import engine_of, install
 from unwall.runtime.init import Pager, whole_value
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
-from unwall.shards.build import choose_homes, make_groups, plan_groups
+from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
 from unwall.shards.collectives import Ranks
+from unwall.shards.placement import CHUNKS_IN_FLIGHT, Home, Sizes, chunk_bytes, chunk_elements, ring_slot_bytes
 from unwall.tiers.device import DeviceTier, default_device
-from unwall.tiers.host import HostTier
+from unwall.tiers.disk import DiskTier
+from unwall.tiers.host import HostTier, available_bytes
 from unwall.tiers.tiers import Tiers
 
 STATE_SHARE = 0.75
 """How much of the accelerator's free memory states may take when the plan says nothing."""
+HOST_SHARE = 0.85
+"""The same for the host's available memory."""
 _DATA_PARALLEL = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
 
 
@@ -41,8 +46,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     planned = plan_groups(model, plan, ranks.size)
-    homes = choose_homes(planned, plan, ranks.size, _device_bytes(plan, device.device))
-    tiers = Tiers(device, HostTier(shared_pool(), plan.budget_host_bytes))
+    homes = choose_homes(planned, plan, ranks.size, _room(plan, device.device))
+    tiers = _tiers(plan, sizes_of(planned, plan, ranks.size), homes, device, ranks.rank)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(model, plan, groups, gradients, tiers, ranks)
     install(engine, model)
@@ -102,13 +107,10 @@ def stats(model: nn.Module) -> Stats:
 def _check_plan(plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is an unwall.Plan or None, got {type(plan).__name__}")
-    for name in ("params", "grads", "optimizer"):
-        if getattr(plan, name) == "disk":
-            raise PlanError(f"{name}='disk': the engine does not use the disk tier yet; use 'auto', 'device' or 'host'")
     states = plan.params if plan.optimizer == "auto" else plan.optimizer
-    if plan.grads not in ("auto", states):
+    if (plan.grads == "device") != (states == "device") and plan.grads != "auto":
         raise PlanError(
-            f"grads={plan.grads!r}: gradients land on the tier of the optimizer state, which is {states!r} here; "
+            f"grads={plan.grads!r}: gradients land where the update runs, and the optimizer state is on {states!r} here; "
             "use grads='auto' and choose the tier with optimizer="
         )
     if plan.activations != "keep":
@@ -145,12 +147,39 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     return default_device()
 
 
-def _device_bytes(plan: Plan, device: torch.device) -> int | None:
-    """What states may take on the device: what the plan says, or, on an accelerator, what leaves room for activations."""
-    if plan.budget_device_bytes is not None or device.type != "cuda":
-        return plan.budget_device_bytes
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free * STATE_SHARE)
+def _room(plan: Plan, device: torch.device) -> Room:
+    """What states may take of each tier: what the plan says or, where it says nothing, what the machine has to spare."""
+    device_bytes, host_bytes, disk_bytes = plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes
+    if device_bytes is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        device_bytes = int(free * STATE_SHARE)  # leaves room for activations
+    if host_bytes is None and (device.type == "cuda" or plan.directories):
+        host_bytes = int(available_bytes() * HOST_SHARE / _local_ranks())
+    if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):
+        smallest = min(shutil.disk_usage(folder).free for folder in plan.directories)
+        disk_bytes = smallest * len(plan.directories) // _local_ranks()
+    return Room(device_bytes, host_bytes, disk_bytes)
+
+
+def _local_ranks() -> int:
+    """Ranks that share this machine (torchrun says so)."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _tiers(plan: Plan, sizes: list[Sizes], homes: list[Home], device: DeviceTier, rank: int) -> Tiers:
+    host = HostTier(shared_pool(), plan.budget_host_bytes)
+    if not any(home.on_disk for home in homes):
+        return Tiers(device, host)
+    elements = chunk_elements(sizes, homes)
+    return Tiers(
+        device,
+        host,
+        DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank),
+        ring_slot_bytes=ring_slot_bytes(sizes, homes),
+        chunk_elements=elements,
+        chunk_bytes=max(chunk_bytes(size, home, elements) for size, home in zip(sizes, homes, strict=True)),
+        chunks=CHUNKS_IN_FLIGHT,
+    )
 
 
 def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -1,6 +1,6 @@
 """What a user asks for: stage, tiers, budgets, precision."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -36,7 +36,7 @@ class Plan:
     activations: Activations = "keep"
     """What happens to activations between forward and backward."""
     disk: str | Path | tuple[str | Path, ...] | None = None
-    """One directory, or several (one a drive), for the disk tier, which the engine does not use yet."""
+    """One directory, or several (one a drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
     """What unwall may hold on the device (activations are not counted). None: all of it."""
     host_bytes: int | str | None = None
@@ -76,6 +76,17 @@ class Plan:
         if uses_disk and self.disk is None:
             raise PlanError("a state is placed on disk, but no directory is given: Plan(disk='/path/on/a/fast/drive')")
 
+    @classmethod
+    def from_deepspeed(cls, config: str | Path | Mapping[str, object]) -> "Plan":
+        """What a DeepSpeed config (the path of its JSON file, or the dict) asks for, as a plan.
+
+        One warning lists all that a plan does not hold: keys without a counterpart, unknown keys, and what belongs to the
+        optimizer or the loop. ``unwall.deepspeed.translate`` says of every key what it became, without a warning.
+        """
+        from unwall.deepspeed import plan_of  # reads into a Plan, so it imports this file
+
+        return plan_of(config)
+
     @property
     def directories(self) -> tuple[Path, ...]:
         """The disk directories, none or more."""
@@ -92,6 +103,11 @@ class Plan:
     def budget_host_bytes(self) -> int | None:
         """``host_bytes`` as a number."""
         return self.host_bytes if not isinstance(self.host_bytes, str) else parse_bytes(self.host_bytes)
+
+    @property
+    def budget_disk_bytes(self) -> int | None:
+        """``disk_bytes`` as a number."""
+        return self.disk_bytes if not isinstance(self.disk_bytes, str) else parse_bytes(self.disk_bytes)
 
     def __str__(self) -> str:
         shown = []

@@ -15,6 +15,12 @@ PLACEMENTS = [
     {"params": "host", "optimizer": "host"},
     {"params": "device", "optimizer": "host"},
     {"params": "host", "optimizer": "device"},
+    {"params": "host", "optimizer": "disk"},
+    {"params": "disk", "optimizer": "disk"},
+    {"params": "disk", "optimizer": "host"},
+    {"params": "device", "optimizer": "disk"},
+    {"params": "disk", "grads": "disk", "optimizer": "disk"},
+    {"params": "host", "grads": "disk", "optimizer": "host"},
     {"device_bytes": "some"},  # "auto": a part of the groups on the device, the rest on the host
 ]
 
@@ -42,10 +48,12 @@ def shard_with_some(model, plan_fields):
             budget = int(budget * 1.1)
 
 
-def train(stage, dtype, clip, passes, frozen, placement, steps=4):
+def train(stage, dtype, clip, passes, frozen, placement, folder, steps=4):
     rank, _ = rank_and_world()
     model = build(frozen)
     fields = {"stage": stage, "compute_dtype": dtype}
+    if "disk" in placement.values():
+        fields["disk"] = folder
     if "device_bytes" in placement:
         shard_with_some(model, fields)
     else:
@@ -61,18 +69,20 @@ def train(stage, dtype, clip, passes, frozen, placement, steps=4):
     stats = unwall.stats(model)
     for tier in stats.tiers.values():
         assert tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+    if "disk" in placement.values():
+        assert stats.tiers["disk"].live_bytes > 0
     states = optimizer.state_dict()["state"]
     moments = {f"{number}.{name}": value for number, entry in states.items() for name, value in entry.items()}
     return {**model.state_dict(), **moments}, {name: tier.live_bytes for name, tier in stats.tiers.items()}
 
 
-def compare(stage, dtype, frozen, cases):
+def compare(stage, dtype, frozen, cases, folder):
     """All placements against everything on the device: names of what differs."""
     wrong = []
     for clip, passes in cases:
         expected = None
         for placement in PLACEMENTS:
-            got, live = train(stage, dtype, clip, passes, frozen, placement)
+            got, live = train(stage, dtype, clip, passes, frozen, placement, folder)
             expected = got if expected is None else expected
             wrong += [f"{placement} {clip} {passes}: {name}" for name in got if not torch.equal(got[name], expected[name])]
             if placement.get("optimizer") == "host" and not live["host"]:
@@ -84,13 +94,13 @@ def compare(stage, dtype, frozen, cases):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_every_placement_gives_the_same_bits(frozen, dtype):
-    assert compare(3, dtype, frozen, list(itertools.product((None, 0.5), (1, 3)))) == []
+def test_every_placement_gives_the_same_bits(frozen, dtype, tmp_path):
+    assert compare(3, dtype, frozen, list(itertools.product((None, 0.5), (1, 3))), str(tmp_path)) == []
 
 
 @pytest.mark.parametrize(("stage", "frozen"), [(1, False), (2, True), (3, False)])
-def test_every_placement_gives_the_same_bits_on_two_ranks(ranks, stage, frozen):
-    assert ranks(2).run(compare, stage, torch.bfloat16, frozen, [(None, 1), (0.5, 3)]) == [[], []]
+def test_every_placement_gives_the_same_bits_on_two_ranks(ranks, stage, frozen, tmp_path):
+    assert ranks(2).run(compare, stage, torch.bfloat16, frozen, [(None, 1), (0.5, 3)], str(tmp_path)) == [[], []]
 
 
 def test_streaming_from_the_host_needs_little_device_memory():

@@ -27,6 +27,7 @@ class DiskError(OSError):
 
     def __init__(self, code: int, message: str, path: str, offset: int, length: int) -> None:
         super().__init__(code, f"{message} (offset {offset}, length {length})", path)
+        self.reason = message
         self.offset = offset
         self.length = length
 

@@ -6,15 +6,18 @@ from typing import Any
 import torch
 
 from unwall.native.pool import AdamWStep
+from unwall.optim.disk_update import DiskUpdate, Parts, update_on_disk
 from unwall.optim.kernels import Span, adamw
-from unwall.optim.runs import runs_of
+from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
-from unwall.optim.updates import Factor, update_on_host
+from unwall.optim.updates import Factor, update_in_memory
 from unwall.optim.whole import from_rank_0, load_whole_states, own_states, whole_states
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.layout import SLOT_BYTES
 from unwall.shards.master import MASTER, REMAINDER
+from unwall.shards.store import Store
+from unwall.tiers.ticket import Ticket
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -42,7 +45,7 @@ class AdamW(ShardedOptimizer):
         self._kept = own_states(self, MOMENTS)
         for param in self._params():
             if param.requires_grad:
-                self._states_of(self.place(param)[1])
+                self._make_states(self.place(param)[1])
 
     def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
         numbers = self._numbers()
@@ -50,25 +53,35 @@ class AdamW(ShardedOptimizer):
         tickets = []
         for engine, index, slots in held:
             group, gradient = engine.groups[index], engine.gradients[index]
-            spans = self._spans(engine, index, slots, numbers)
+            runs = self._runs(group, slots, numbers)
             if group.home.tier == "host":
-                group.update = update_on_host(spans, gradient.landing, host_factor)
+                group.update = self._on_host(engine, index, runs, host_factor)
                 continue
+            assert gradient.value is not None
             on_cpu = engine.device.device.type == "cpu"
             scale = host_factor.get() if on_cpu else inverse
-            for span, step in spans:
+            for span, step in self._spans(group, gradient.value, runs):
                 now = dataclasses.replace(step, grad_scale=scale)
                 tickets.append(adamw(span, now, None if on_cpu or factor is None else factor.float()))
         for ticket in tickets:
             if ticket is not None:
                 ticket.wait()
 
-    def _spans(
-        self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep]
-    ) -> list[tuple[Span, AdamWStep]]:
-        """Counts a step for each parameter and gives the runs to update with their numbers."""
-        group, value = engine.groups[index], engine.gradients[index].value
-        assert value is not None
+    def _on_host(self, engine: Engine, index: int, runs: list[Run], factor: Factor) -> Ticket:
+        group, gradient = engine.groups[index], engine.gradients[index]
+        if not group.home.on_disk:
+            assert gradient.value is not None
+            return update_in_memory(self._spans(group, gradient.value, runs), gradient.landing, factor)
+        grad = gradient.stored or gradient.value
+        assert grad is not None
+        assert group.param is not None
+        exp_avg, exp_avg_sq = self._make_states(group)
+        parts = Parts(group.param, exp_avg, exp_avg_sq, group.states.get(REMAINDER), group.states.get(MASTER), grad)
+        update = DiskUpdate(group.name, parts, runs, group.own_numel, engine.tiers, gradient.landing, factor)
+        return update_on_disk(update)
+
+    def _runs(self, group: Group, slots: set[int], numbers: dict[int, AdamWStep]) -> list[Run]:
+        """Counts a step for each parameter and gives the runs to update, keyed by their numbers."""
         group.finish_update()
         keys = {}
         for slot in slots:
@@ -76,8 +89,11 @@ class AdamW(ShardedOptimizer):
             state = self.state[param]
             state["step"] = state.get("step", 0) + 1
             keys[slot] = dataclasses.replace(numbers[id(param)], step=state["step"])
+        return runs_of(group.owned_segments(), keys, gap=SLOT_BYTES // group.layout.dtype.itemsize)
+
+    def _spans(self, group: Group, value: torch.Tensor, runs: list[Run]) -> list[tuple[Span, AdamWStep]]:
         found = []
-        for run in runs_of(group.owned_segments(), keys, gap=SLOT_BYTES // group.layout.dtype.itemsize):
+        for run in runs:
             assert isinstance(run.key, AdamWStep)
             found.append((self._span(group, value, slice(run.start, run.end)), run.key))
         return found
@@ -92,12 +108,19 @@ class AdamW(ShardedOptimizer):
                 found[id(param)] = row
         return found
 
-    def _states_of(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_states(self, group: Group) -> tuple[Store, Store]:
+        """The moments, which come into being at first use, as the remainder of a split master does."""
         dtype = torch.float64 if group.layout.dtype is torch.float64 else torch.float32
+        if dtype is torch.float64 and group.home.on_disk:
+            raise ValueError(f"group {group.name} is float64, which is not updated on disk: place it on host or device")
         if group.layout.dtype is torch.bfloat16 and not group.has_state(MASTER):
-            group.state(REMAINDER, torch.int16)
-        first, second = (self._kept.tensor(group, name, dtype) for name in MOMENTS)
+            group.store(REMAINDER, torch.int16)
+        first, second = (self._kept.store(group, name, dtype) for name in MOMENTS)
         return first, second
+
+    def _states_of(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self._make_states(group)
+        return first.tensor(), second.tensor()
 
     def _span(self, group: Group, value: torch.Tensor, part: slice) -> Span:
         exp_avg, exp_avg_sq = self._states_of(group)

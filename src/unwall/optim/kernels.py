@@ -1,12 +1,14 @@
 """One AdamW update over a span, wherever the span lives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from unwall.native.pool import AdamWStep
 from unwall.native.ticket import NativeTicket
-from unwall.optim.workers import DTYPES, shared_pool
+from unwall.optim.workers import shared_pool
+from unwall.tiers.host import DTYPES
 
 
 @dataclass(frozen=True)
@@ -24,13 +26,16 @@ class Span:
     """A separate fp32 master; ``param`` is its rounded copy."""
 
 
-def adamw(span: Span, step: AdamWStep, scale: torch.Tensor | None = None) -> NativeTicket | None:
+def adamw(
+    span: Span, step: AdamWStep, scale: torch.Tensor | None = None, after: Sequence[NativeTicket] = ()
+) -> NativeTicket | None:
     """Updates a span. ``scale`` (a device scalar) multiplies gradients on top of ``step.grad_scale``.
 
-    Host memory: queued on the native workers, the ticket says when it is done. Device memory: queued on the stream.
+    Host memory: queued on the native workers behind ``after``, the ticket says when it is done. Device memory: queued on the
+    stream.
     """
     if span.param.device.type == "cpu" and span.grad.dtype in DTYPES and span.exp_avg.dtype is torch.float32:
-        return _native(span, step)
+        return _native(span, step, after)
     if span.param.is_cuda and span.exp_avg.dtype is torch.float32:
         from unwall.optim.triton_adamw import launch
 
@@ -40,7 +45,7 @@ def adamw(span: Span, step: AdamWStep, scale: torch.Tensor | None = None) -> Nat
     return None
 
 
-def _native(span: Span, step: AdamWStep) -> NativeTicket:
+def _native(span: Span, step: AdamWStep, after: Sequence[NativeTicket]) -> NativeTicket:
     pool = shared_pool()
     tensors = (span.param, span.exp_avg, span.exp_avg_sq, span.grad, span.remainder, span.master)
     main = span.param if span.master is None else span.master
@@ -55,6 +60,7 @@ def _native(span: Span, step: AdamWStep) -> NativeTicket:
         remainder=None if span.remainder is None else span.remainder.data_ptr(),
         copy=None if span.master is None else span.param.data_ptr(),
         copy_dtype=DTYPES[span.param.dtype],
+        after=after,
         keep=tensors,
     )
 

@@ -4,28 +4,38 @@ from collections.abc import Iterable
 
 import torch
 
-from unwall.optim.workers import DTYPES, shared_pool
+from unwall.native.pool import SumSquares
+from unwall.native.ticket import NativeTicket
+from unwall.optim.workers import shared_pool
 from unwall.shards.collectives import Ranks
+from unwall.tiers.host import DTYPES
 
 
 def sum_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """``[sum of squares, count of elements that are not finite]`` in float64 on ``device``.
 
-    On the host the bits depend on the pieces alone, not on threads or instruction sets.
+    A piece without dimensions is a sum of squares already, measured earlier. On the host the bits depend on the elements and
+    the order of the pieces alone, not on threads, instruction sets, or when a piece was measured.
     """
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    jobs = []
+    measured: list[torch.Tensor | tuple[NativeTicket, SumSquares]] = []
     for piece in pieces:
-        if piece.device.type == "cpu" and piece.dtype in DTYPES:
-            jobs.append(shared_pool().sum_squares(piece.data_ptr(), piece.numel(), DTYPES[piece.dtype], keep=(piece,)))
+        if piece.dim() == 0:
+            measured.append(piece)
+        elif piece.device.type == "cpu" and piece.dtype in DTYPES:
+            measured.append(shared_pool().sum_squares(piece.data_ptr(), piece.numel(), DTYPES[piece.dtype], keep=(piece,)))
         else:
             norm = torch.linalg.vector_norm(piece, dtype=torch.promote_types(piece.dtype, torch.float32)).double()
-            total[0] += norm * norm
-            total[1] += (~norm.isfinite()).double()
-    for ticket, result in jobs:
-        ticket.wait()
-        total[0] += result.sum
-        total[1] += result.nonfinite
+            measured.append(norm * norm)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for entry in measured:
+        if isinstance(entry, torch.Tensor):
+            total[0] += entry
+            total[1] += (~entry.isfinite()).double()
+        else:
+            ticket, result = entry
+            ticket.wait()
+            total[0] += result.sum
+            total[1] += result.nonfinite
     return total
 
 

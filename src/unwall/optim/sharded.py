@@ -67,6 +67,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for engine in self.engines():
             engine.flush()
         held = list(self._held())
+        for engine, index, _ in held:
+            engine.gradients[index].check()  # before anything is updated
         inverse = self._inverse()
         clip = self._clip if self._clip is not None else self.max_grad_norm
         self._clip = None
@@ -134,11 +136,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         total = None
         for engine in self.engines():
             part = sum_squares(_pieces(engine, held), engine.device.device)
-            for owner, index, _ in held:
-                square_sum = engine.gradients[index].square_sum
-                if owner is engine and square_sum is not None:
-                    part[0] += square_sum
-                    part[1] += (~square_sum.isfinite()).double()
             part = over_ranks(part, engine.ranks)
             total = part if total is None else total + part.to(total.device)
         assert total is not None
@@ -162,16 +159,17 @@ def _pieces(engine: Engine, held: list[Held]) -> Iterator[torch.Tensor]:
     """This rank's part of each gradient: every element of the model is counted on exactly one rank."""
     for owner, index, slots in held:
         gradient = engine.gradients[index]
-        if owner is not engine or gradient.value is None:
+        if owner is not engine or not gradient.held:
             continue
         if slots != gradient.present:
             gradient.square_sum = None  # it counts parameters of another optimizer
         if gradient.square_sum is not None:
-            continue  # measured on its way to the host
-        gradient.await_landing()
+            yield gradient.square_sum  # measured on its way to the host
+            continue
+        value = gradient.read()
         group = engine.groups[index]
         offset = engine.ranks.rank * group.layout.shard_numel - group.own_start
-        part = gradient.value[offset : offset + group.layout.shard_numel]
+        part = value[offset : offset + group.layout.shard_numel]
         if slots == gradient.present:
             yield part
             continue

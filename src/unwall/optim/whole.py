@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.whole import whole_run
 from unwall.shards.group import Group
+from unwall.shards.store import Store
 
 
 class OwnStates:
@@ -21,14 +23,19 @@ class OwnStates:
         self._number = number
         self._groups: dict[int, Group] = {}
 
-    def tensor(self, group: Group, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, group: Group, name: str, dtype: torch.dtype, write: bool = True) -> torch.Tensor:
         """A state over a group's owned run, zeros at first use."""
+        return self.store(group, name, dtype).tensor(write)
+
+    def store(self, group: Group, name: str, dtype: torch.dtype) -> Store:
+        """The same where it lives."""
         self._groups[id(group)] = group
-        return group.state(f"{name}#{self._number}", dtype)
+        return group.store(f"{name}#{self._number}", dtype)
 
     def free(self) -> None:
         for group in self._groups.values():
-            group.finish_update()
+            with suppress(Exception):  # what failed was reported where it was waited for, and is not wanted any more
+                group.finish_update()
             for name in self.names:
                 if group.has_state(f"{name}#{self._number}"):
                     group.free_state(f"{name}#{self._number}")
@@ -55,7 +62,10 @@ def whole_states(optimizer: ShardedOptimizer, kept: OwnStates) -> dict[int, dict
         engine, group, slot = optimizer.place(param)
         if cached[0] is not group:
             dtype = torch.float64 if group.layout.dtype is torch.float64 else torch.float32
-            cached = (group, {name: whole_run(engine, group, kept.tensor(group, name, dtype)) for name in kept.names})
+            cached = (
+                group,
+                {name: whole_run(engine, group, kept.tensor(group, name, dtype, write=False)) for name in kept.names},
+            )
         place = group.layout.slots[slot]
         entry: dict[str, Any] = {"step": torch.tensor(float(optimizer.state[param]["step"]))}
         for name, whole in cached[1].items():

@@ -4,11 +4,9 @@ import os
 
 import torch
 
-from unwall.native.pool import DType, WorkerPool
+from unwall.native.pool import WorkerPool
 
 _pools: dict[int, WorkerPool] = {}  # by process: a forked child needs its own
-
-DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
 
 
 def shared_pool() -> WorkerPool:

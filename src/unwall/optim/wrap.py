@@ -46,6 +46,10 @@ class Wrapped(ShardedOptimizer):
         segment = _segment(group, slot)
         if segment is None:
             return None
+        if group.home.on_disk:
+            raise ValueError(
+                f"wrap keeps its state in memory, but group {group.name} has states on disk: use unwall.AdamW or larger budgets"
+            )
         flat = widen_master(group)[segment.shard_start : segment.shard_start + segment.numel]
         return nn.Parameter(flat, requires_grad=False)
 

@@ -9,12 +9,13 @@ pass: memory, never a wrong value.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from unwall.native.library import DiskError
 from unwall.plan import Plan
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame
@@ -313,6 +314,7 @@ class Engine:
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
         self.settle()
+        self.groups[0].staging.close()
         for group in self.groups:
             group.finish_update()
 
@@ -325,17 +327,16 @@ class Engine:
     def discard_gradients(self, index: int, slots: set[int]) -> None:
         """Forgets the gradients of some of a group's parameters."""
         gradient = self.gradients[index]
-        gradient.finish_reduce()
+        with suppress(DiskError):  # it is not wanted any more
+            gradient.finish_reduce()
         gradient.present -= slots
         gradient.arrived -= slots
         if not gradient.present and not gradient.pending:
             gradient.clear()
             if not any(other.present or other.pending for other in self.gradients):
                 self.loss_scale = 1.0
-        elif gradient.value is not None:
-            for segment in self.groups[index].owned_segments():
-                if segment.slot in slots:
-                    gradient.value[segment.shard_start : segment.shard_start + segment.numel].zero_()
+        else:
+            gradient.forget(slots)
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ class Stats:
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
         executor.trace.mismatches = 0
-        for ledger in (self._engine.device.ledger, self._engine.tiers.host.ledger):
+        for ledger in self._engine.tiers.ledgers.values():
             ledger.reset_peak()
         for meter in self._engine.tiers.links.meters.values():
             meter.reset()
@@ -52,7 +52,7 @@ def read_stats(engine: Engine) -> Stats:
     return Stats(
         tiers={
             name: TierStats(ledger.live_bytes, ledger.peak_bytes, ledger.budget_bytes)
-            for name, ledger in (("device", engine.device.ledger), ("host", engine.tiers.host.ledger))
+            for name, ledger in engine.tiers.ledgers.items()
         },
         links={meter.name: meter.read() for meter in engine.tiers.links.meters.values() if meter.read().copies},
         collectives={

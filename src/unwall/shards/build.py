@@ -12,8 +12,18 @@ from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Entry, Unit, build_groups, entries_of, group_bytes
 from unwall.shards.layout import Layout, build_layout
-from unwall.shards.master import MASTER, REMAINDER, master_bytes, rounded, write_master
-from unwall.shards.placement import Home, Sizes, device_bytes_of, host_bytes_of, place, working_bytes
+from unwall.shards.master import MASTER, REMAINDER, clear_master, master_bytes, rounded, write_master
+from unwall.shards.placement import (
+    Home,
+    Sizes,
+    device_bytes_of,
+    disk_bytes_of,
+    host_bytes_of,
+    host_working_bytes,
+    place,
+    working_bytes,
+)
+from unwall.shards.store import Staging
 from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers
 
@@ -81,10 +91,10 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
         item = layout.dtype.itemsize
         owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
         grad_item = (plan.reduce_dtype or layout.dtype).itemsize
-        states = 0
+        states = grads = 0
         if kind.trainable:
             states = owned * (ADAM_BYTES + master_bytes(layout.dtype))
-            states += (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
+            grads = (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
         elif kind.exact or layout.dtype is torch.float16:
             states = owned * master_bytes(layout.dtype)
         found.append(
@@ -92,39 +102,51 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
                 shard_bytes=owned * item,
                 flat_bytes=layout.flat_bytes,
                 state_bytes=states,
+                grad_bytes=grads,
                 grad_flat_bytes=layout.padded_numel * grad_item if kind.trainable else 0,
                 grad_part_bytes=layout.shard_numel * grad_item if kind.trainable and world_size > 1 else 0,
                 widening_bytes=owned * max(0, 4 - grad_item) if kind.trainable else 0,
                 whole=plan.stage < 3 or world_size == 1,
                 trainable=kind.trainable,
+                own_numel=owned,
             )
         )
     return found
 
 
-def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, device_bytes: int | None) -> list[Home]:
+@dataclass(frozen=True)
+class Room:
+    """What this rank may use of each tier, in bytes. None: no limit is known."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+
+
+def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, room: Room) -> list[Home]:
     """A home for every group. PlanError, with the numbers and the nearest plan that would fit, before anything is allocated.
 
-    ``device_bytes``: what the plan says, or what the device has.
+    ``room``: what the plan says, or what the machine has.
     """
     sizes = sizes_of(planned, plan, world_size)
-    homes = place(sizes, plan, device_bytes)
-    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    working = working_bytes(sizes, homes)
-    on_host = sum(host_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    homes = place(sizes, plan, room.device_bytes, room.host_bytes)
+    pairs = list(zip(sizes, homes, strict=True))
+    needs = {
+        "device": (sum(device_bytes_of(*pair) for pair in pairs), working_bytes(sizes, homes), plan.budget_device_bytes),
+        "host": (sum(host_bytes_of(*pair) for pair in pairs), host_working_bytes(sizes, homes), room.host_bytes),
+        "disk": (sum(disk_bytes_of(*pair) for pair in pairs), 0, room.disk_bytes),
+    }
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
-    budget, host_budget = plan.budget_device_bytes, plan.budget_host_bytes
-    if budget is not None and held + working > budget:
+    for tier, (held, working, budget) in needs.items():
+        if budget is None or held + working <= budget:
+            continue
+        advice = {"device": "", "host": ", or a larger device_bytes", "disk": ", or more host_bytes"}[tier]
+        if tier == "host" and not plan.directories:
+            advice += ", or a directory for what is left over: disk='/path/on/a/fast/drive'"
         raise PlanError(
-            f"the plan does not fit: states on the device take {format_bytes(held)} a rank, and {format_bytes(working)} more "
-            f"while working, but device_bytes is {format_bytes(budget)} ({budget} bytes). The nearest plan that fits on "
-            f"{ranks}: Plan(stage={plan.stage}, device_bytes={held + working})"
-        )
-    if host_budget is not None and on_host > host_budget:
-        raise PlanError(
-            f"the plan does not fit: states on the host take {format_bytes(on_host)} a rank, but host_bytes is "
-            f"{format_bytes(host_budget)} ({host_budget} bytes). The nearest plan that fits on {ranks}: "
-            f"Plan(stage={plan.stage}, host_bytes={on_host}), or a larger device_bytes"
+            f"the plan does not fit: states on the {tier} take {format_bytes(held)} a rank, and {format_bytes(working)} more "
+            f"while working, but {tier}_bytes is {format_bytes(budget)} ({budget} bytes). The nearest plan that fits on "
+            f"{ranks}: Plan(stage={plan.stage}, {tier}_bytes={held + working}){advice}"
         )
     return homes
 
@@ -142,6 +164,7 @@ def make_groups(
     ``whole_value`` gives a parameter's value, or None where there is none yet (meta device): NaN until it is loaded.
     """
     groups, gradients = [], []
+    staging = Staging()
     for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True)):
         group = Group(
             index,
@@ -152,10 +175,12 @@ def make_groups(
             tiers,
             ranks,
             home,
+            staging,
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
         )
         _fill(group, unit, ranks, whole_value)
+        staging.close()
         if group.flat_is_home:
             group.attach()
         groups.append(group)
@@ -174,21 +199,26 @@ def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry],
         group.state(REMAINDER, torch.int16)
     if group.layout.dtype is torch.float16:
         group.state(MASTER, torch.float32)
-    (group.flat if group.flat_is_home else group.shard).zero_()  # the padding, too: it takes part in norms
+    if group.flat_is_home:
+        group.flat.zero_()  # the padding, too: it takes part in norms
     owned = {segment.slot: segment for segment in group.owned_segments()}
     with torch.no_grad():
         for slot, entry in enumerate(unit.entries):
             value = whole_value(entry)
-            if value is None:
-                value = torch.full(entry.param.shape, float("nan"), dtype=entry.param.dtype, device=group.flat.device)
-            elif ranks.size > 1:
+            if value is not None and ranks.size > 1:
                 value = value.to(group.flat.device).contiguous()
                 ranks.broadcast(value)
-            if group.flat_is_home:
+            if group.flat_is_home and value is not None:
                 group.view_of(slot).copy_(rounded(value, group.layout.dtype))
+            elif group.flat_is_home:
+                group.view_of(slot).fill_(float("nan") if group.layout.dtype.is_floating_point else 0)
             if slot in owned:
                 segment = owned[slot]
-                write_master(group, segment.shard_start, value.reshape(-1)[segment.start : segment.start + segment.numel])
+                if value is None:
+                    clear_master(group, segment.shard_start, segment.numel)
+                else:
+                    flat = value.reshape(-1)[segment.start : segment.start + segment.numel]
+                    write_master(group, segment.shard_start, flat)
             if entry.param.is_meta:  # a meta tensor cannot be given real data: exchange what is inside the object
                 real = nn.Parameter(
                     torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad

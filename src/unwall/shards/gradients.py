@@ -4,11 +4,17 @@ Life cycle of one backward pass: ``take`` each parameter's gradient as autograd 
 ``finish_reduce`` before anyone looks. Several passes before a step add up in fp32.
 """
 
+from contextlib import suppress
+
 import torch
 
+from unwall.native.library import DiskError
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.group import Group
+from unwall.shards.store import Store
 from unwall.tiers.block import MemoryBlock
+from unwall.tiers.disk import named
+from unwall.tiers.host import DTYPES
 from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
@@ -31,9 +37,11 @@ class Gradient:
         self.present: set[int] = set()
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self.value: torch.Tensor | None = None
-        """The average over ranks of the owned run. None: no gradient."""
+        """The average over ranks of the owned run, in memory. None: no gradient, or it is on disk."""
+        self.stored: Store | None = None
+        """The same on disk."""
         self.square_sum: torch.Tensor | None = None
-        """Sum of squares of the value, measured on the device while it was there. None: not measured, or not valid any more."""
+        """Sum of squares of this rank's part, measured while it passed. None: not measured, or not valid any more."""
         self._tiers = tiers
         self._device = tiers.device
         self._local_block: MemoryBlock | None = None  # fp32: passes inside no_sync
@@ -46,10 +54,25 @@ class Gradient:
         self._incoming: MemoryBlock | None = None
         self._sent: MemoryBlock | None = None
         self._work: Work | None = None
-        self._on_host = group.home.tier == "host"
+        self._leaves = group.home.tier == "host"
+        self._to_disk = group.home.grads == "disk"
+        self._stores: dict[torch.dtype, Store] = {}  # disk: kept, because an update reads them after `clear`
+        self._lost: DiskError | None = None
         self._landing_block: MemoryBlock | None = None  # host memory that gradients are copied to, kept for the next pass
         self._landing: Ticket | None = None
         self._leaving: MemoryBlock | None = None  # what the landing copies from
+
+    @property
+    def held(self) -> bool:
+        """Whether there is a reduced gradient."""
+        return self.value is not None or self.stored is not None
+
+    def check(self) -> None:
+        """Raises where the gradient should be here, but the disk did not take it."""
+        if self._lost is not None:
+            error = named(self._lost, f"keeping the gradient of group {self.group.name}")
+            error.add_note("call zero_grad() and run the forward and backward of this step again")
+            raise error from self._lost
 
     @property
     def pending(self) -> set[int]:
@@ -68,7 +91,7 @@ class Gradient:
         layout = self.group.layout
         whole = layout.padded_numel * self.dtype.itemsize
         flat = 0 if self._flat_block is not None else whole
-        if self.value is not None and self.value.dtype.itemsize < 4 and not self._on_host:
+        if self.value is not None and self.value.dtype.itemsize < 4 and not self._leaves:
             flat += self.group.own_numel * 4  # a second pass adds up in fp32
         return flat + (0 if self._ranks.size == 1 else whole if self._everywhere else layout.shard_numel * self.dtype.itemsize)
 
@@ -89,7 +112,7 @@ class Gradient:
         self._clear_rest(flat)
         dtype = torch.promote_types(self.dtype, torch.float32)
         if self._local_block is None:
-            self._local_block = self._tiers.zeros("device", flat.numel(), dtype, f"gradients of {self.group.name}")
+            self._local_block = self._tiers.memory("device", flat.numel(), dtype, f"gradients of {self.group.name}")
         self._local_block.view(dtype).add_(flat)
         self._local_slots |= self.arrived
         self.arrived.clear()
@@ -147,11 +170,18 @@ class Gradient:
         if self._sent is not None:
             if self._sent is not self._flat_block:
                 self._device.free(self._sent)
-            elif not self._keep_flat or self._on_host:
+            elif not self._keep_flat or self._leaves:
                 self._release_flat()
             self._sent = None
-        if self._on_host:
-            self._finish_landing(incoming)
+        if self._leaves:
+            try:
+                self._finish_landing(incoming)
+            except DiskError as error:
+                self._lost = error
+                self.check()
+            finally:
+                self._leaving = None
+                self._device.free(incoming)
             return
         if self.value is not None:
             self._widen()
@@ -167,10 +197,11 @@ class Gradient:
 
     def clear(self) -> None:
         """Forgets every gradient (``zero_grad``, or after the step)."""
-        self.finish_reduce()
+        with suppress(DiskError):  # it is not wanted any more
+            self.finish_reduce()
         self.arrived.clear()
         self.present.clear()
-        self.value = self.square_sum = self._landing = None
+        self.value = self.stored = self.square_sum = self._landing = self._lost = None
         if self._value_block is not None and self._value_block is not self._landing_block:
             self._tiers.free(self._value_block)
         self._value_block = None
@@ -193,33 +224,94 @@ class Gradient:
             self._incoming.view(self.dtype).div_(self._ranks.size)
 
     def _begin_landing(self) -> None:
-        """Host: the gradient leaves for the tier where it will be used; its square is summed before it goes."""
-        if not self._on_host or self._leaving is self._incoming:
+        """Host or disk: the gradient leaves for the tier where it will be used; its square is summed before it goes."""
+        if not self._leaves or self._leaving is self._incoming:
             return
         assert self._incoming is not None
         self._leaving = self._incoming
+        if self.stored is not None:
+            return  # adds up when it is finished
         if self.value is not None:
             self._widen()  # what landed before must not be overwritten
+        arriving = self._incoming.view(self.dtype)
+        if arriving.is_cuda or self._to_disk:
+            self.square_sum = self._square(arriving) if self.value is None else None
+        target = self._store_for(self.dtype).block if self._to_disk else self._landing_memory()
+        self._landing = self._tiers.links.copy(self._incoming, target, self.group.name)
+
+    def _landing_memory(self) -> MemoryBlock:
         if self._landing_block is None:
             label = f"gradient shard of {self.group.name}"
-            self._landing_block = self._tiers.zeros("host", self.group.own_numel, self.dtype, label, pinned=True)
-        arriving = self._incoming.view(self.dtype)
-        if arriving.is_cuda:
-            norm = torch.linalg.vector_norm(arriving, dtype=torch.float32).double()
-            self.square_sum = norm * norm if self.value is None else None
-        self._landing = self._tiers.links.copy(self._incoming, self._landing_block, self.group.name)
+            self._landing_block = self._tiers.memory("host", self.group.own_numel, self.dtype, label, pinned=True)
+        return self._landing_block
 
     def _finish_landing(self, incoming: MemoryBlock) -> None:
+        if self._to_disk:
+            if self.stored is None:
+                self.await_landing()  # a copy to disk reads its source to the end
+                self.stored = self._store_for(self.dtype)
+            else:
+                self._add_on_disk(incoming.view(self.dtype))
+            return
         assert self._landing is not None
-        assert self._landing_block is not None
-        landed = self._landing_block.view(self.dtype)
+        landed = self._landing_memory().view(self.dtype)
         if self.value is None:
             self._value_block, self.value = self._landing_block, landed
         else:
             self.await_landing()
             self.value.add_(landed)
-        self._leaving = None
-        self._device.free(incoming)
+
+    def _add_on_disk(self, incoming: torch.Tensor) -> None:
+        assert self.stored is not None
+        wide = self._store_for(torch.promote_types(self.dtype, torch.float32))
+        total = wide.tensor()
+        if self.stored is not wide:
+            total.copy_(self.stored.tensor(write=False))
+        total.add_(incoming.to(total.device))
+        self.square_sum = self._square(total)
+        self.stored = wide
+        self.group.staging.close()
+
+    def _store_for(self, dtype: torch.dtype) -> Store:
+        if dtype not in self._stores:
+            group, label = self.group, f"gradient of group {self.group.name}"
+            self._stores[dtype] = Store(self._tiers, group.staging, "disk", group.own_numel, dtype, label, group.index)
+        return self._stores[dtype]
+
+    def _square(self, own: torch.Tensor) -> torch.Tensor | None:
+        """Sum of squares of the part that this rank alone counts. None where no kernel measures it."""
+        layout = self.group.layout
+        part = own.narrow(0, self._ranks.rank * layout.shard_numel - self.group.own_start, layout.shard_numel)
+        if part.is_cuda:
+            norm: torch.Tensor = torch.linalg.vector_norm(part, dtype=torch.float32).double()
+            return norm.square()
+        if part.dtype not in DTYPES:
+            return None
+        ticket, result = self.group.pool.sum_squares(part.data_ptr(), part.numel(), DTYPES[part.dtype], keep=(part,))
+        ticket.wait()
+        return torch.tensor(result.sum, dtype=torch.float64)
+
+    def read(self) -> torch.Tensor:
+        """The reduced gradient as a tensor, wherever it is. Not to be changed."""
+        self.check()
+        self.await_landing()
+        if self.stored is not None:
+            return self.stored.tensor(write=False)
+        assert self.value is not None
+        return self.value
+
+    def forget(self, slots: set[int]) -> None:
+        """Takes out the gradients of some parameters."""
+        if not self.held:
+            return
+        self.square_sum = None
+        self.await_landing()
+        value = self.value if self.stored is None else self.stored.tensor()
+        assert value is not None
+        for segment in self.group.owned_segments():
+            if segment.slot in slots:
+                value[segment.shard_start : segment.shard_start + segment.numel].zero_()
+        self.group.staging.close()
 
     @property
     def landing(self) -> Ticket | None:
@@ -240,7 +332,7 @@ class Gradient:
         if kept and self.value.dtype in (torch.float32, torch.float64):
             return
         dtype = torch.promote_types(self.value.dtype, torch.float32)
-        wide = self._tiers.zeros(self.group.home.tier, self.value.numel(), dtype, f"gradient shard of {self.group.name}")
+        wide = self._tiers.memory(self.group.home.tier, self.value.numel(), dtype, f"gradient shard of {self.group.name}")
         wide.view(dtype).copy_(self.value)
         if kept:
             assert self._value_block is not None

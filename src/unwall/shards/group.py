@@ -17,10 +17,14 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from unwall.native.library import DiskError
+from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.layout import Layout, Segment
 from unwall.shards.placement import Home
-from unwall.tiers.block import MemoryBlock, Region
+from unwall.shards.store import Staging, Store
+from unwall.tiers.block import Region
+from unwall.tiers.disk import named
 from unwall.tiers.ticket import Ticket, order_after
 from unwall.tiers.tiers import Tiers
 
@@ -51,6 +55,7 @@ class Group:
         tiers: Tiers,
         ranks: Ranks,
         home: Home,
+        staging: Staging,
         *,
         cut: bool,
         own_all: bool,
@@ -62,34 +67,39 @@ class Group:
         self.dtypes = list(dtypes)
         """Each parameter's dtype before sharding: what ``state_dict`` gives back."""
         self.home = home
-        self.flat_is_home = home.tier == "device" and not cut
+        self.flat_is_home = home.params == "device" and not cut
         """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
-        self.evictable = not self.flat_is_home and not (home.tier == "host" and home.resident)
+        self.evictable = not self.flat_is_home and not home.resident
         self.residence = Residence.ABSENT
         self.update: Ticket | None = None
         """An update of this group that is under way on the host."""
+        self.staging = staging
         self._tiers = tiers
         self._ranks = ranks
         self._gathering: Work | None = None
         self._copying: Ticket | None = None
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel
-        self.states: dict[str, MemoryBlock] = {}
+        self.states: dict[str, Store] = {}
         self._flat_block = tiers.device.allocate(layout.flat_bytes, f"parameters of {name}")
         self.flat = self._flat_block.view(layout.dtype)
         self._views = [self.flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
         if self.evictable:
             tiers.device.deflate(self._flat_block)
-        if self.flat_is_home:
-            self._shard_block: MemoryBlock = self._flat_block
-            self.shard = self.flat[ranks.rank * layout.shard_numel : (ranks.rank + 1) * layout.shard_numel]
-        else:
-            label = f"parameter shard of {name}"
+        self.param: Store | None = None
+        """The owned run of the parameters, where it has a place of its own."""
+        if not self.flat_is_home:
+            label = f"parameter shard of group {name}"
             held = self.own_numel if home.tier == "host" else layout.shard_numel
-            self._shard_block = tiers.zeros(home.tier, held, layout.dtype, label, pinned=True)
-            self.shard = self._shard_block.view(layout.dtype)
+            self.param = Store(tiers, staging, home.params, held, layout.dtype, label, index, pinned=True)
         self._gathers = ranks.size > 1 and not (home.tier == "host" and own_all)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
+
+    @property
+    def pool(self) -> WorkerPool:
+        """Workers for host memory."""
+        assert self._tiers.host.pool is not None
+        return self._tiers.host.pool
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -101,18 +111,19 @@ class Group:
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)
+        self.staging.close()
         if self.evictable:
             self._tiers.device.inflate(self._flat_block)
         self.residence = Residence.ARRIVING
         with torch.no_grad(), _quietly(self.flat):
             if self.home.tier == "host":
-                own_bytes = self._shard_block.nbytes
-                part = Region(self._flat_block, self.own_start * self.layout.dtype.itemsize, own_bytes)
-                self._copying = self._tiers.links.copy(Region.whole(self._shard_block), part, self.name)
+                assert self.param is not None
+                block = self.param.block
+                part = Region(self._flat_block, self.own_start * self.layout.dtype.itemsize, block.nbytes)
+                self._copying = self._tiers.links.copy(Region.whole(block), part, self.name)
             if self._gathers:
                 self._await_copy()  # the gather reads what is being copied
-                source = self._own_part() if self.home.tier == "host" else self.shard
-                self._gathering = self._ranks.all_gather(self.flat, source)
+                self._gathering = self._ranks.all_gather(self.flat, self._gather_source())
 
     def serve_gather(self) -> None:
         """Takes part in a gather that another rank needs. What this rank holds keeps its values."""
@@ -123,7 +134,7 @@ class Group:
             return
         scratch = torch.empty_like(self.flat)
         self._await_copy()
-        self._ranks.all_gather(scratch, self._own_part() if self.home.tier == "host" else self.shard).wait()
+        self._ranks.all_gather(scratch, self._gather_source()).wait()
 
     def finish_gather(self) -> None:
         """ARRIVING to RESIDENT: the parameters become views of the filled buffer."""
@@ -154,12 +165,22 @@ class Group:
 
     def _await_copy(self) -> None:
         """What is queued from now on comes after the copy. On an accelerator a stream waits, not this thread."""
-        if self._copying is not None:
-            order_after(self._copying, self._tiers.device.device)
-            self._copying = None
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        try:
+            order_after(copying, self._tiers.device.device)
+        except DiskError as error:
+            self.detach()  # the next use tries again
+            if self.evictable:
+                self._tiers.device.deflate(self._flat_block)
+            raise named(error, f"reading the parameters of group {self.name}") from error
 
-    def _own_part(self) -> torch.Tensor:
-        return self.flat.narrow(0, self._ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
+    def _gather_source(self) -> torch.Tensor:
+        if self.home.tier == "host" or self.flat_is_home:
+            return self.flat.narrow(0, self._ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
+        assert self.param is not None
+        return self.param.tensor()
 
     def detach(self) -> None:
         """Parameters become placeholders. See [Note: placeholders]."""
@@ -179,9 +200,9 @@ class Group:
 
     def finish_update(self) -> None:
         """Waits for an update that is under way; raises what it failed with. Call it before the shard or a state is read."""
-        update, self.update = self.update, None
-        if update is not None:
-            update.wait()
+        if self.update is not None:
+            self.update.wait()  # where it fails it stays, and the next use tries again
+            self.update = None
 
     def view_of(self, slot: int) -> torch.Tensor:
         """The parameter's place in the flat buffer, whatever the parameter shows now."""
@@ -192,7 +213,13 @@ class Group:
     @property
     def own_param(self) -> torch.Tensor:
         """The owned run of the parameters in the compute dtype: what the update writes."""
-        return self.flat if self.flat_is_home and self.own_numel == self.layout.padded_numel else self.shard
+        return self.own_param_for(write=True)
+
+    def own_param_for(self, write: bool) -> torch.Tensor:
+        """The same; without ``write`` it must not be changed."""
+        if self.param is not None:
+            return self.param.tensor(write)
+        return self.flat.narrow(0, self.own_start, self.own_numel)
 
     def owned_segments(self) -> tuple[Segment, ...]:
         """What of each parameter lies in the owned run; ``shard_start`` counts from the run's start."""
@@ -200,17 +227,22 @@ class Group:
             return tuple(Segment(i, 0, slot.offset, slot.numel) for i, slot in enumerate(self.layout.slots) if slot.numel)
         return self.layout.segments(self._ranks.rank)
 
-    def state(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A state over the owned run, zeros at first use."""
+    def state(self, name: str, dtype: torch.dtype, write: bool = True) -> torch.Tensor:
+        """A state over the owned run, zeros at first use. Without ``write`` it must not be changed."""
+        return self.store(name, dtype).tensor(write)
+
+    def store(self, name: str, dtype: torch.dtype) -> Store:
+        """A state where it lives."""
         if name not in self.states:
-            self.states[name] = self._tiers.zeros(self.home.tier, self.own_numel, dtype, f"{name} of {self.name}")
-        return self.states[name].view(dtype)
+            label = f"{name.split('#')[0]} of group {self.name}"
+            self.states[name] = Store(self._tiers, self.staging, self.home.states, self.own_numel, dtype, label, self.index)
+        return self.states[name]
 
     def has_state(self, name: str) -> bool:
         return name in self.states
 
     def free_state(self, name: str) -> None:
-        self._tiers.free(self.states.pop(name))
+        self.states.pop(name).free()
 
     def _expect(self, residence: Residence) -> None:
         if self.residence is not residence:

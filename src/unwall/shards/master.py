@@ -6,6 +6,7 @@ fp32 compute: the parameters are the master. bf16 compute: the bf16 parameters p
 
 import torch
 
+from unwall.native.pool import WorkerPool
 from unwall.shards.group import Group
 
 REMAINDER = "remainder"
@@ -26,10 +27,9 @@ def write_master(group: Group, start: int, values: torch.Tensor) -> None:
             group.state(MASTER, torch.float32)[span].copy_(values)
             target.copy_(values)
             return
-        half, remainder = split(values.to(target.device, torch.float32))
-        target.copy_(half)
-        if group.has_state(REMAINDER) or values.dtype is not torch.bfloat16:
-            group.state(REMAINDER, torch.int16)[span].copy_(remainder)
+        keep_rest = group.has_state(REMAINDER) or values.dtype is not torch.bfloat16
+        rest = group.state(REMAINDER, torch.int16)[span] if keep_rest else None
+        _split_into(target, rest, values, group.pool)
         return
     if group.layout.dtype is torch.float16:
         group.state(MASTER, torch.float32)[span].copy_(values)
@@ -39,10 +39,38 @@ def write_master(group: Group, start: int, values: torch.Tensor) -> None:
 def read_master(group: Group) -> torch.Tensor:
     """The owned run in full precision: fp32, or the parameters' own dtype where that is the master."""
     if group.has_state(MASTER):
-        return group.state(MASTER, torch.float32)
+        return group.state(MASTER, torch.float32, write=False)
+    half = group.own_param_for(write=False)
+    if not group.has_state(REMAINDER):
+        return half
+    remainder = group.state(REMAINDER, torch.int16, write=False)
+    if half.device.type != "cpu":
+        return join(half, remainder)
+    whole = torch.empty(half.numel(), dtype=torch.float32)
+    group.pool.join(whole.data_ptr(), half.data_ptr(), remainder.data_ptr(), half.numel(), keep=(half, remainder)).wait()
+    return whole
+
+
+def clear_master(group: Group, start: int, numel: int) -> None:
+    """Owned elements without a value yet: NaN until they are loaded."""
+    span = slice(start, start + numel)
+    for tensor in (group.own_param, *([group.state(MASTER, torch.float32)] if group.has_state(MASTER) else [])):
+        tensor[span].fill_(float("nan") if tensor.dtype.is_floating_point else 0)
     if group.has_state(REMAINDER):
-        return join(group.own_param, group.state(REMAINDER, torch.int16))
-    return group.own_param
+        group.state(REMAINDER, torch.int16)[span].zero_()
+
+
+def _split_into(half: torch.Tensor, rest: torch.Tensor | None, values: torch.Tensor, pool: WorkerPool) -> None:
+    """Values, wherever they are, as half and remainder, split where they are: fewer bytes cross the link."""
+    values = values.float().contiguous()
+    if rest is not None and values.device.type == half.device.type == "cpu":
+        keep = (half, rest, values)
+        pool.split(half.data_ptr(), rest.data_ptr(), values.data_ptr(), values.numel(), keep=keep).wait()
+        return
+    upper, lower = split(values)
+    half.copy_(upper)
+    if rest is not None:
+        rest.copy_(lower)
 
 
 def widen_master(group: Group) -> torch.Tensor:

@@ -1,10 +1,24 @@
-"""Which tier each group lives on. Pure decisions over byte counts."""
+"""Which tier each state of each group lives on. Pure decisions over byte counts.
 
-from collections.abc import Sequence
+[Note: ladder]
+A group can live at four heights. All its states on the device; all on the host; parameters and gradient on the host with the
+optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers a step (read for forward and
+for backward, written after the update), a byte of gradient or optimizer state two. So host memory goes to the parameters and
+gradients of all groups first, then to optimizer state, and the device takes whole groups.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from unwall.plan import Plan
 from unwall.tiers.ledger import TierName
+from unwall.tiers.sizes import ALIGNMENT, align_up
+
+CHUNK_ELEMENTS = 1 << 20
+"""What an update of state on disk reads, updates and writes at a time, at most."""
+CHUNKS_IN_FLIGHT = 6
+RING_SLOTS = 4
+RING_SLOT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -16,7 +30,9 @@ class Sizes:
     flat_bytes: int
     """The whole parameters, gathered."""
     state_bytes: int
-    """Master and optimizer state, and the gradient it is updated with."""
+    """Master and optimizer state."""
+    grad_bytes: int
+    """The gradient that the update reads."""
     grad_flat_bytes: int
     """The whole gradient, before it is reduced (0 where nothing is trained)."""
     grad_part_bytes: int
@@ -26,27 +42,60 @@ class Sizes:
     whole: bool
     """The parameters are not cut: held on the device they are held gathered."""
     trainable: bool
+    own_numel: int
+    """Elements whose states this rank keeps."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a group lives."""
+    """Where the states of a group live."""
 
-    tier: TierName
-    """Of the parameter shard, its master, gradient and optimizer state: the update runs there."""
+    params: TierName
+    states: TierName
+    """Of the master and the optimizer state."""
+    grads: TierName
+    """Where the gradient waits for the update."""
     resident: bool = False
-    """Home on the host, but the gathered parameters are never dropped from the device."""
+    """Updated on the host, but the gathered parameters are never dropped from the device."""
+
+    @property
+    def tier(self) -> TierName:
+        """Where the update runs: on the device, or on the host, which reads and writes what lies on disk."""
+        return "device" if self.states == "device" else "host"
+
+    @property
+    def on_disk(self) -> bool:
+        return "disk" in (self.params, self.states, self.grads)
+
+
+DEVICE = Home("device", "device", "device")
+HOST = Home("host", "host", "host")
+SPILLED = Home("host", "disk", "host")
+DISK = Home("disk", "disk", "disk")
+LADDER = (DEVICE, HOST, SPILLED, DISK)
+"""See [Note: ladder]."""
 
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
     """What a group holds on the device at most between passes: its gradient may have grown by adding up."""
     if home.tier == "device":
-        return (sizes.flat_bytes if sizes.whole else sizes.shard_bytes) + sizes.state_bytes + sizes.widening_bytes
+        held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
+        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes
     return sizes.flat_bytes if home.resident else 0
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
-    return sizes.shard_bytes + sizes.state_bytes if home.tier == "host" else 0
+    return _on("host", sizes, home)
+
+
+def disk_bytes_of(sizes: Sizes, home: Home) -> int:
+    return _on("disk", sizes, home) + (sizes.widening_bytes if home.grads == "disk" else 0)
+
+
+def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
+    held = sizes.shard_bytes if home.params == tier else 0
+    held += sizes.state_bytes if home.states == tier else 0
+    return held + (sizes.grad_bytes if home.grads == tier else 0)
 
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
@@ -62,41 +111,111 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     return sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2:]) + max((size.widening_bytes for size in sizes), default=0)
 
 
-def place(sizes: Sequence[Sizes], plan: Plan, device_budget_bytes: int | None) -> list[Home]:
-    """A home for every group.
+def chunk_elements(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
+    """How much of a group's state an update of state on disk works on at a time: a quarter of the smallest model's largest
+    group, so that reads, updates and writes overlap there, too."""
+    largest = max((size.own_numel for size, home in zip(sizes, homes, strict=True) if home.on_disk), default=0)
+    step = ALIGNMENT // 2  # whole sectors in every representation
+    return min(CHUNK_ELEMENTS, align_up(-(-largest // 4), step)) if largest else 0
 
-    The update needs parameters, master and state in one place, so parameters live with their optimizer state; a plan that
-    asks for parameters on a slower tier than their optimizer state gets them there with it. ``"auto"`` puts the first groups
-    of the model on the device, as many as the budget holds: they are needed first, while the host still updates the rest.
+
+def ring_slot_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
+    """A slot of the rings through which device and disk exchange bytes."""
+    largest = max((max(s.shard_bytes, s.grad_bytes) for s, h in zip(sizes, homes, strict=True) if h.on_disk), default=0)
+    return min(RING_SLOT_BYTES, align_up(-(-largest // RING_SLOTS))) if largest else ALIGNMENT
+
+
+def host_working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
+    """What comes and goes on the host because of the disk: chunks under update, the rings between disk and device, and one
+    group's largest state while it is looked at whole."""
+    on_disk = [(size, home) for size, home in zip(sizes, homes, strict=True) if home.on_disk]
+    if not on_disk:
+        return 0
+    total = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, chunk_elements(sizes, homes)) for size, home in on_disk)
+    crossings = {"params" for _, home in on_disk if home.params == "disk"} | {
+        "grads" for _, home in on_disk if home.grads == "disk"
+    }
+    total += len(crossings) * RING_SLOTS * ring_slot_bytes(sizes, homes)
+    return total + max(8 * size.own_numel for size, _ in on_disk)
+
+
+def chunk_bytes(size: Sizes, home: Home, elements: int) -> int:
+    """Host memory of one chunk under update: of each state that lies on disk, ``elements``."""
+    share = elements / max(1, size.own_numel)
+    grads = size.grad_bytes + size.widening_bytes if home.grads == "disk" else 0
+    held = (size.shard_bytes if home.params == "disk" else 0) + (size.state_bytes if home.states == "disk" else 0) + grads
+    return align_up(int(held * share)) + 4 * ALIGNMENT if held else 0
+
+
+def place(
+    sizes: Sequence[Sizes], plan: Plan, device_budget_bytes: int | None, host_budget_bytes: int | None = None
+) -> list[Home]:
+    """A home for every group, the fastest that the budgets hold. See [Note: ladder].
+
+    The first groups of the model go to the device: they are needed first, while the host still updates the rest. What does
+    not fit anywhere gets its slowest home all the same; ``check`` in build.py says what is missing.
     """
-    homes = [_asked(size, plan) for size in sizes]
-    if all(home is not None for home in homes):
-        return [home for home in homes if home is not None]
-    spilled = [home or Home("host") for home in homes]
-    if device_budget_bytes is None:
-        return [home or Home("device") for home in homes]
-    best = spilled
-    for count in range(len(sizes) + 1):  # the first `count` undecided groups on the device
-        trial, left = [], count
-        for home in homes:
-            trial.append(home if home is not None else Home("device") if left > 0 else Home("host"))
-            left -= home is None
-        held = sum(device_bytes_of(size, home) for size, home in zip(sizes, trial, strict=True))
-        if held + working_bytes(sizes, trial) > device_budget_bytes:
-            break
-        best = trial
-    return best
+    ladders = [_ladder(size, plan) for size in sizes]
+    homes = [ladder[-1] for ladder in ladders]
+    homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
+    for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
+        limits = [_at_most(ladder, goal) for ladder in ladders]
+        homes = _climb(sizes, limits, homes, "host", lambda trial: _fits_host(sizes, trial, host_budget_bytes))
+    return homes
 
 
-def _asked(size: Sizes, plan: Plan) -> Home | None:
-    """What the plan says itself; None: to be decided."""
-    params, states = plan.params, plan.optimizer
+def _climb(
+    sizes: Sequence[Sizes],
+    ladders: Sequence[Sequence[Home]],
+    homes: list[Home],
+    tier: TierName,
+    fits: Callable[[list[Home]], bool],
+) -> list[Home]:
+    """Raises one group after the other to the top of its ladder, as long as that fits."""
+    for index in range(len(sizes)):
+        top = ladders[index][0]
+        if top == homes[index] or (tier == "device") != (top.tier == "device") or homes[index].tier == "device":
+            continue
+        trial = [*homes[:index], top, *homes[index + 1 :]]
+        if not fits(trial):
+            if tier == "device":
+                break  # the first groups, without gaps
+            continue
+        homes = trial
+    return homes
+
+
+def _fits_device(sizes: Sequence[Sizes], homes: list[Home], budget: int | None) -> bool:
+    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    return budget is None or held + working_bytes(sizes, homes) <= budget
+
+
+def _fits_host(sizes: Sequence[Sizes], homes: list[Home], budget: int | None) -> bool:
+    held = sum(host_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    return budget is None or held + host_working_bytes(sizes, homes) <= budget
+
+
+def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:
+    """The rungs of a ladder that are not above ``goal``."""
+    rank = {home: height for height, home in enumerate(LADDER)}
+    kept = [home for home in ladder if rank.get(home, len(LADDER)) >= rank[goal]]
+    return kept or list(ladder[-1:])
+
+
+def _ladder(size: Sizes, plan: Plan) -> list[Home]:
+    """The homes that the plan allows a group, the fastest first. One entry: the plan leaves no choice."""
+    params, states, grads = plan.params, plan.optimizer, plan.grads
     if not size.trainable:
-        return None if params == "auto" else Home("host") if params == "host" else Home("device")
+        states, grads = params, "auto"
+    elif states == "auto" and params != "auto":
+        states = params  # they live together unless told otherwise
     if states == "auto":
-        states = params
-    if states == "auto":
-        return None
+        allowed = [DEVICE, HOST, *([SPILLED, DISK] if plan.directories else [])]
+        return [home for home in allowed if grads in ("auto", home.grads)] or [DISK]
     if states == "device":
-        return Home("device")
-    return Home("host", params == "device")
+        return [DEVICE]  # the update needs the parameters beside its state
+    landing: TierName = "disk" if grads == "disk" else "host"
+    shard: TierName = "disk" if params == "disk" else "host"
+    if params == "auto" and states == "disk":
+        return [Home("host", "disk", landing), Home("disk", "disk", landing)]
+    return [Home(shard, states, landing, resident=params == "device")]

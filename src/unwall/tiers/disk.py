@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unwall.native.disk import DiskEngine, DiskFile, Operation
-from unwall.native.library import NativeError
+from unwall.native.library import DiskError, NativeError
+from unwall.native.memory import HostMemory
 from unwall.native.ticket import NativeTicket
 from unwall.tiers.block import Block, DiskBlock, check_size
 from unwall.tiers.claim import Claim, claim
@@ -18,6 +19,7 @@ from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes
 
 GROWTH_BYTES = 256 << 20
 STRIPE_BYTES = 4 << 20
+_ZERO_BYTES = 4 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -45,6 +47,7 @@ class DiskTier:
         self.ledger = Ledger("disk", budget_bytes)
         self._lock = threading.Lock()
         self._free = FreeList()
+        self._used_bytes = 0  # beyond this nothing was ever written: it reads as zeros
         self._growth_bytes = align_up(growth_bytes, STRIPE_BYTES * len(directories))
         self.removed: list[Path] = []
         """Files of dead processes that were found and removed."""
@@ -71,10 +74,29 @@ class DiskTier:
         try:
             with self._lock:
                 self._grow(self._free.shortage(nbytes), label)
-                return DiskBlock(self.ledger, nbytes, label, self._free.take(nbytes))
+                block = DiskBlock(self.ledger, nbytes, label, self._free.take(nbytes))
+                self._used_bytes = max(self._used_bytes, *(extent.end for extent in block.extents))
+                return block
         except BaseException:
             self.ledger.release(align_up(nbytes))
             raise
+
+    def zeros(self, nbytes: int, label: str = "") -> DiskBlock:
+        """A block that reads as zeros. Space that was never handed out does already; the rest is written."""
+        with self._lock:
+            used = self._used_bytes
+        block = self.allocate(nbytes, label)
+        start, tickets = 0, []
+        memory: HostMemory | None = None
+        for extent in block.extents:
+            for position in range(0, max(0, min(extent.nbytes, used - extent.offset)), _ZERO_BYTES):
+                memory = HostMemory(_ZERO_BYTES) if memory is None else memory
+                length = min(_ZERO_BYTES, extent.nbytes - position)
+                tickets += self.write(block, start + position, memory.address, length, keep=memory)
+            start += extent.nbytes
+        for ticket in tickets:
+            ticket.wait()
+        return block
 
     def free(self, block: Block) -> None:
         """Waits for requests on the block that are still in flight: its place must not be handed out under them."""
@@ -89,25 +111,48 @@ class DiskTier:
             self._free.give_back(block.extents)
         self.ledger.release(align_up(block.nbytes))
 
-    def read(self, block: DiskBlock, offset: int, address: int, nbytes: int, keep: object = None) -> list[NativeTicket]:
+    def read(
+        self,
+        block: DiskBlock,
+        offset: int,
+        address: int,
+        nbytes: int,
+        keep: object = None,
+        after: Sequence[NativeTicket] = (),
+    ) -> list[NativeTicket]:
         """Reads into memory at ``address``, which has room for ``nbytes`` rounded up to the alignment. ``keep`` owns it."""
-        return self._submit("read", block, offset, address, nbytes, keep)
+        return self._submit("read", block, offset, address, nbytes, keep, after)
 
-    def write(self, block: DiskBlock, offset: int, address: int, nbytes: int, keep: object = None) -> list[NativeTicket]:
+    def write(
+        self,
+        block: DiskBlock,
+        offset: int,
+        address: int,
+        nbytes: int,
+        keep: object = None,
+        after: Sequence[NativeTicket] = (),
+    ) -> list[NativeTicket]:
         """Writes from memory at ``address``, which is readable for ``nbytes`` rounded up to the alignment."""
-        return self._submit("write", block, offset, address, nbytes, keep)
+        return self._submit("write", block, offset, address, nbytes, keep, after)
 
     def close(self) -> None:
         """Finishes requests in flight, closes and removes the files. Blocks become useless. A second call does nothing."""
         self._shut()
 
     def _submit(
-        self, op: Operation, block: DiskBlock, offset: int, address: int, nbytes: int, keep: object
+        self,
+        op: Operation,
+        block: DiskBlock,
+        offset: int,
+        address: int,
+        nbytes: int,
+        keep: object,
+        after: Sequence[NativeTicket],
     ) -> list[NativeTicket]:
         submit = self._file.read if op == "read" else self._file.write
         tickets = []
         for extent, position in block.pieces(offset, align_up(nbytes)):
-            ticket = submit(extent.offset, address + position, extent.nbytes, keep=(keep,))
+            ticket = submit(extent.offset, address + position, extent.nbytes, after, keep=(keep, *after))
             tickets.append(ticket)
             with self._lock:
                 block.in_flight.add(ticket)
@@ -132,6 +177,11 @@ class DiskTier:
                 raise
             self._free.grow(attempt)
             return
+
+
+def named(error: DiskError, what: str) -> DiskError:
+    """The same failure, saying what was being done (and so whose bytes they are)."""
+    return DiskError(error.errno or 0, f"{what} failed: {error.reason}", str(error.filename), error.offset, error.length)
 
 
 def _shut(file: DiskFile | None, owned_engine: DiskEngine | None, claims: list[Claim]) -> None:

@@ -1,15 +1,20 @@
 """The host tier: exact-size memory, page-locked on request."""
 
+import contextlib
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from unwall.native.memory import HostMemory
-from unwall.native.pool import WorkerPool
+from unwall.native.pool import DType, WorkerPool
 from unwall.tiers.block import Block, MemoryBlock, check_size
 from unwall.tiers.ledger import Ledger, TierName
 from unwall.tiers.sizes import format_bytes
+
+DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+"""What the native kernels call torch's dtypes."""
 
 
 class HostTier:
@@ -24,13 +29,14 @@ class HostTier:
 
     def __init__(self, pool: WorkerPool | None = None, budget_bytes: int | None = None) -> None:
         self.ledger = Ledger("host", budget_bytes)
-        self._pool = pool
+        self.pool = pool
+        """The workers that touch fresh memory; whoever works on host memory may use them, too."""
 
     def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> "HostBlock":
         check_size(nbytes, self.name)
         self.ledger.reserve(nbytes, label)
         try:
-            memory = HostMemory(nbytes, self._pool)
+            memory = HostMemory(nbytes, self.pool)
             buffer = memory.buffer()
             pinned = pinned and torch.cuda.is_available()
             if pinned:
@@ -59,6 +65,24 @@ class HostBlock(MemoryBlock):
     @property
     def address(self) -> int:
         return self.data.data_ptr()
+
+
+def available_bytes() -> int:
+    """Host memory that could be taken now without pushing anything out, within the limit of this process's control group."""
+    found = _meminfo_bytes("MemAvailable")
+    for limit, usage in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):
+            allowed = int(Path("/sys/fs/cgroup", limit).read_text())
+            used = int(Path("/sys/fs/cgroup", usage).read_text())
+            found = min(found, allowed - used) if allowed < 1 << 60 else found
+    return max(0, found)
+
+
+def _meminfo_bytes(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise OSError(f"/proc/meminfo has no {field}")
 
 
 def _page_lock(buffer: Any, address: int, nbytes: int) -> None:

@@ -2,35 +2,63 @@
 
 import torch
 
-from unwall.tiers.block import Block, MemoryBlock
+from unwall.tiers.block import Block, MemoryBlock, Tier
 from unwall.tiers.device import DeviceTier
+from unwall.tiers.disk import DiskTier
 from unwall.tiers.host import HostTier
-from unwall.tiers.ledger import TierName
-from unwall.tiers.links import Links
+from unwall.tiers.ledger import Ledger, TierName
+from unwall.tiers.links import RING_SLOT_BYTES, Links
+from unwall.tiers.ring import BounceRing
+from unwall.tiers.sizes import ALIGNMENT
 
 
 class Tiers:
-    """Device and host, and the links between them. (The disk tier joins them when the engine uses it.)"""
+    """Device, host and, where there is one, disk, with the links between them.
 
-    def __init__(self, device: DeviceTier, host: HostTier) -> None:
+    ``chunks``: host memory through which the states on disk go while they are updated.
+    """
+
+    def __init__(
+        self,
+        device: DeviceTier,
+        host: HostTier,
+        disk: DiskTier | None = None,
+        *,
+        ring_slot_bytes: int = RING_SLOT_BYTES,
+        chunk_elements: int = 0,
+        chunk_bytes: int = ALIGNMENT,
+        chunks: int = 2,
+    ) -> None:
         self.device = device
         self.host = host
-        self.links = Links(device, host)
+        self.disk = disk
+        self.links = Links(device, host, disk, ring_slot_bytes=ring_slot_bytes)
+        self.chunk_elements = chunk_elements
+        self.chunks = BounceRing(host, chunks, chunk_bytes)
 
-    def allocate(self, tier: TierName, nbytes: int, label: str, pinned: bool = False) -> MemoryBlock:
-        """Memory on a tier. Host memory is zeroed, device memory is not."""
+    @property
+    def ledgers(self) -> dict[TierName, Ledger]:
+        found: dict[TierName, Ledger] = {"device": self.device.ledger, "host": self.host.ledger}
+        return found if self.disk is None else {**found, "disk": self.disk.ledger}
+
+    def memory(self, tier: TierName, numel: int, dtype: torch.dtype, label: str, pinned: bool = False) -> MemoryBlock:
+        """Zeroed memory for ``numel`` elements on device or host."""
         if tier == "host":
-            return self.host.allocate(nbytes, label, pinned=pinned)
-        if tier == "device":
-            return self.device.allocate(nbytes, label)
-        raise ValueError(f"no memory on tier {tier!r}")
+            return self.host.allocate(numel * dtype.itemsize, label, pinned=pinned)
+        block = self.device.allocate(numel * dtype.itemsize, label)
+        block.data.zero_()
+        return block
+
+    def zeros(self, tier: TierName, numel: int, dtype: torch.dtype, label: str, pinned: bool = False) -> Block:
+        """A zeroed block of ``numel`` elements on any tier."""
+        if tier != "disk":
+            return self.memory(tier, numel, dtype, label, pinned)
+        if self.disk is None:
+            raise RuntimeError(f"{label} belongs on disk, but no directory was given: Plan(disk=...)")
+        return self.disk.zeros(numel * dtype.itemsize, label)
 
     def free(self, block: Block) -> None:
-        (self.host if block.tier == "host" else self.device).free(block)
-
-    def zeros(self, tier: TierName, numel: int, dtype: torch.dtype, label: str, pinned: bool = False) -> MemoryBlock:
-        """A zeroed block of ``numel`` elements."""
-        block = self.allocate(tier, numel * dtype.itemsize, label, pinned)
-        if tier == "device":
-            block.data.zero_()
-        return block
+        owners: dict[TierName, Tier | None] = {"host": self.host, "device": self.device, "disk": self.disk}
+        owner = owners[block.tier]
+        assert owner is not None
+        owner.free(block)

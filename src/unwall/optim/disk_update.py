@@ -1,0 +1,190 @@
+"""The update of a group that has states on disk: read, update, write, chunk by chunk, through a ring of host memory.
+
+[Note: chunks]
+While one chunk is written the next ones are read and updated; each link of the chain starts natively when the one before has
+ended. A chunk whose read failed is untouched. A chunk whose write failed has its new values in its slot, and keeps the slot
+until they are written: what is in memory may have been updated already, so it must not be computed twice.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from unwall.native.library import DiskError
+from unwall.native.pool import AdamWStep
+from unwall.native.ticket import NativeTicket
+from unwall.optim.kernels import Span, adamw
+from unwall.optim.runs import Run
+from unwall.optim.updates import Factor, HostUpdate, scaled
+from unwall.shards.store import Store
+from unwall.tiers.block import DiskBlock, MemoryBlock
+from unwall.tiers.disk import DiskTier, named
+from unwall.tiers.host import HostBlock
+from unwall.tiers.ring import BounceRing
+from unwall.tiers.sizes import align_up
+from unwall.tiers.ticket import Ticket
+from unwall.tiers.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The states of a group that an update reads and writes, each where it lives."""
+
+    param: Store
+    exp_avg: Store
+    exp_avg_sq: Store
+    remainder: Store | None
+    master: Store | None
+    grad: Store | torch.Tensor
+
+    @property
+    def on_disk(self) -> dict[str, Store]:
+        named_parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: part for name, part in named_parts.items() if isinstance(part, Store) and part.on_disk}
+
+
+@dataclass
+class _Chunk:
+    start: int
+    numel: int
+    runs: list[Run]
+    slot: HostBlock | None = None
+    updated: bool = False
+    tickets: list[NativeTicket] = field(default_factory=list)
+    """Reads and updates."""
+    writes: list[NativeTicket] = field(default_factory=list)
+
+
+class DiskUpdate:
+    """See [Note: chunks]."""
+
+    def __init__(
+        self, name: str, parts: Parts, runs: Sequence[Run], numel: int, tiers: Tiers, landing: Ticket | None, factor: Factor
+    ) -> None:
+        assert tiers.disk is not None
+        self._name = name
+        self._parts = parts
+        self._disk: DiskTier = tiers.disk
+        self._ring: BounceRing = tiers.chunks
+        self._landing = landing
+        self._factor = factor
+        self._places = _places(parts, tiers.chunk_elements)
+        self._todo: deque[_Chunk] = deque()
+        for start in range(0, numel, tiers.chunk_elements):
+            end = min(numel, start + tiers.chunk_elements)
+            inside = [
+                Run(max(run.start, start), min(run.end, end), run.key) for run in runs if run.start < end and run.end > start
+            ]
+            if inside:
+                self._todo.append(_Chunk(start, end - start, inside))
+
+    def work(self) -> None:
+        if self._landing is not None:
+            self._landing.wait()
+        scale = self._factor.get()
+        under_way: deque[_Chunk] = deque()
+        failure: DiskError | None = None
+        while self._todo or under_way:
+            while failure is None and self._todo and (self._todo[0].slot is not None or not self._ring.full()):
+                chunk = self._todo.popleft()
+                under_way.append(chunk)
+                self._begin(chunk, scale)
+            if not under_way:
+                break
+            try:
+                self._finish(under_way.popleft())
+            except DiskError as error:
+                failure = failure or error
+        if failure is not None:
+            raise named(failure, f"the update of group {self._name}") from failure
+
+    def _begin(self, chunk: _Chunk, scale: float) -> None:
+        if chunk.slot is None:
+            chunk.slot = self._ring.acquire()
+        if not chunk.updated:
+            reads = []
+            for name, store in self._parts.on_disk.items():
+                reads += self._request("read", chunk, name, store, ())
+            updates = []
+            for run in chunk.runs:
+                assert isinstance(run.key, AdamWStep)
+                ticket = adamw(self._span(chunk, run), scaled(run.key, scale), after=reads)
+                assert ticket is not None
+                updates.append(ticket)
+            chunk.tickets = [*reads, *updates]
+        done = () if chunk.updated else tuple(chunk.tickets)
+        chunk.writes = []
+        for name, store in self._parts.on_disk.items():
+            if name != "grad":
+                chunk.writes += self._request("write", chunk, name, store, done)
+
+    def _finish(self, chunk: _Chunk) -> None:
+        failure: DiskError | None = None
+        for ticket in chunk.tickets:
+            failure = _outcome(ticket) or failure
+        chunk.updated = chunk.updated or failure is None
+        for ticket in chunk.writes:
+            failure = _outcome(ticket) or failure
+        chunk.tickets, chunk.writes = [], []
+        if failure is not None:
+            if not chunk.updated:
+                self._give_back(chunk)
+            self._todo.appendleft(chunk) if chunk.updated else self._todo.append(chunk)
+            raise failure
+        self._give_back(chunk)
+
+    def _give_back(self, chunk: _Chunk) -> None:
+        assert chunk.slot is not None
+        self._ring.release(chunk.slot)
+        chunk.slot = None
+
+    def _request(self, op: str, chunk: _Chunk, name: str, store: Store, after: Sequence[NativeTicket]) -> list[NativeTicket]:
+        assert isinstance(store.block, DiskBlock)
+        assert chunk.slot is not None
+        item = store.dtype.itemsize
+        submit = self._disk.read if op == "read" else self._disk.write
+        address = chunk.slot.address + self._places[name]
+        return submit(store.block, chunk.start * item, address, chunk.numel * item, keep=chunk.slot.data, after=after)
+
+    def _span(self, chunk: _Chunk, run: Run) -> Span:
+        views = {}
+        for name in self._parts.__dataclass_fields__:
+            part = getattr(self._parts, name)
+            if part is None:
+                continue
+            if isinstance(part, Store) and part.on_disk:
+                assert chunk.slot is not None
+                view = chunk.slot.view(part.dtype, chunk.numel, self._places[name])
+                views[name] = view[run.start - chunk.start : run.end - chunk.start]
+                continue
+            if isinstance(part, Store):
+                assert isinstance(part.block, MemoryBlock)
+                part = part.block.view(part.dtype)
+            views[name] = part[run.start : run.end]
+        return Span(**views)
+
+
+def update_on_disk(update: DiskUpdate) -> HostUpdate:
+    """Queues the update of a group that has states on disk."""
+    return HostUpdate(update.work)
+
+
+def _places(parts: Parts, elements: int) -> dict[str, int]:
+    """Where in a slot each state lies."""
+    found, offset = {}, 0
+    for name, store in parts.on_disk.items():
+        found[name] = offset
+        offset += align_up(elements * store.dtype.itemsize)
+    return found
+
+
+def _outcome(ticket: NativeTicket) -> DiskError | None:
+    with suppress(TimeoutError):
+        try:
+            ticket.wait()
+        except DiskError as error:
+            return error
+    return None
