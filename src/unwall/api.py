@@ -14,9 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.workers import shared_pool
 from unwall.plan import Plan, PlanError
+from unwall.report.timeline import Profile
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, install
-from unwall.runtime.init import Pager, whole_value
+from unwall.runtime.init import Pager, Shelf, whole_value
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
 from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
@@ -60,10 +61,16 @@ def init(plan: Plan | None = None) -> Iterator[None]:
     """Modules built inside never exist whole: each parameter is kept as this rank's 1/N as soon as the next ones are built.
 
     Initialisation runs as it is, so the values are those of a plain build with the same seed. Follow with ``unwall.shard``.
-    With several ranks all of them build the same model, after ``torch.distributed`` was initialised.
+    With several ranks all of them build the same model, after ``torch.distributed`` was initialised. With a plan that has a
+    ``disk``, what half of the host's budget does not hold waits there.
     """
-    _check_plan(Plan() if plan is None else plan)
-    with Pager(Ranks(_process_group(None))).active():
+    plan = Plan() if plan is None else plan
+    _check_plan(plan)
+    ranks = Ranks(_process_group(None))
+    host_bytes = plan.budget_host_bytes
+    if host_bytes is None:
+        host_bytes = available_bytes() // _local_ranks()
+    with Pager(ranks, Shelf(plan.directories, host_bytes // 2, ranks.rank)).active():
         yield
 
 
@@ -102,6 +109,31 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def stats(model: nn.Module) -> Stats:
     """What the model holds and moved since the last ``stats(model).reset()``."""
     return read_stats(engine(model))
+
+
+@contextmanager
+def profile(model: nn.Module) -> Iterator[Profile]:
+    """Records the time line of compute, links, updates and stalls inside. Look at the profile after leaving the context."""
+    owner = engine(model)
+    found, timeline = Profile(), owner.tiers.links.timeline
+    owner.finish()
+    _wait_for_device(owner)
+    read_stats(owner)  # what ran before is not on the time line
+    timeline.spans = []
+    try:
+        yield found
+    finally:
+        owner.executor.lane.leave()
+        owner.finish()
+        _wait_for_device(owner)
+        read_stats(owner)
+        owner.executor.lane.collect()
+        found.spans, timeline.spans = sorted(timeline.spans or [], key=lambda span: span.start), None
+
+
+def _wait_for_device(owner: Engine) -> None:
+    if owner.device.device.type == "cuda":
+        torch.cuda.synchronize(owner.device.device)
 
 
 def _check_plan(plan: Plan) -> None:

@@ -148,3 +148,25 @@ def test_a_failed_update_is_raised_at_the_next_use():
     group.update = Broken()
     with pytest.raises(RuntimeError, match="the update failed"):
         model(torch.randn(4, 64))
+
+
+def test_a_model_larger_than_the_host_budget_is_built_and_trained_on_disk(tmp_path):
+    """``init`` lets parts wait on disk; ``shard`` takes them from there. The values are those of a plain build."""
+    plan = {"compute_dtype": torch.float32, "params": "disk", "optimizer": "disk", "disk": tmp_path}
+    plain = build(frozen=False)
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    with unwall.init(Plan(**plan, host_bytes="16KiB")):
+        model = build(frozen=False)
+    assert any(tmp_path.iterdir()), "nothing waited on disk"
+    unwall.shard(model, Plan(**plan))
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    unwall.shard(plain, Plan(compute_dtype=torch.float32))
+    for trained in (model, plain):
+        optimizer = unwall.AdamW(trained.parameters(), lr=1e-2)
+        for step in range(3):
+            torch.manual_seed(step)
+            trained(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = plain.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

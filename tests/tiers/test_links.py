@@ -22,13 +22,35 @@ def test_every_way_and_odd_sizes(tiers: Tiers, source, target):
     for seed, nbytes in enumerate(SIZES):
         data = pattern(nbytes, seed)
         origin, goal = tiers.filled(source, data), tiers.allocate(target, nbytes)
-        before = tiers.links.meters[source, target].read()
+        for meter in tiers.links.meters.values():
+            meter.reset()
         tiers.links.copy(origin, goal, "w").wait()
-        after = tiers.links.meters[source, target].read()
-        assert (after.moved_bytes - before.moved_bytes, after.copies - before.copies) == (nbytes, 1)
+        moved = {ends: meter.read().moved_bytes for ends, meter in tiers.links.meters.items() if meter.read().copies}
+        through_host = "disk" in (source, target) and "host" not in (source, target)
+        hops = [(source, "host"), ("host", target)] if through_host else [(source, target)]
+        assert moved == dict.fromkeys(hops, nbytes)
         assert tiers.content(goal).equal(data)
         assert tiers.content(origin).equal(data)
     assert tiers.links.slots_in_use == 0
+
+
+def test_busy_time_of_a_link(tiers: Tiers):
+    """As long as something is under way, counted once; and, while the time line is on, each piece with its name."""
+    meter = tiers.links.meters["disk", "host"]
+    on_disk = [tiers.filled("disk", pattern(64 * KIB, seed)) for seed in range(4)]
+    on_host = [tiers.allocate("host", 64 * KIB) for _ in on_disk]
+    tiers.disk.engine.throttle("read", 1 << 20)
+    meter.reset()
+    tiers.links.timeline.spans = []
+    start = time.monotonic()
+    for ticket in [tiers.links.copy(a, b, "layer.0") for a, b in zip(on_disk, on_host, strict=True)]:
+        ticket.wait()
+    seconds = time.monotonic() - start
+    tiers.disk.engine.throttle("read", 0)
+    assert 0.5 * seconds < meter.read().busy_seconds <= seconds
+    spans = [span for span in tiers.links.timeline.spans if span.lane == "disk>host"]
+    assert [span.label for span in spans] == ["layer.0"] * 4
+    assert all(start <= span.start < span.end <= start + seconds for span in spans)
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)

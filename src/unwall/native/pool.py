@@ -9,7 +9,7 @@ import ctypes
 import enum
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unwall.native.library import ErrorRecord, Handle, function, tickets_array
@@ -42,6 +42,21 @@ class AdamWStep:
     step: int
     """1 at the first update."""
 
+    def scaled(self, scale: float) -> "AdamWStep":
+        """The same with gradients multiplied by ``scale``, too."""
+        return replace(self, grad_scale=self.grad_scale * scale)
+
+
+@dataclass(frozen=True)
+class AdamWOut:
+    """Addresses that an AdamW update out of place writes to. Each is as long as the array it is to replace."""
+
+    param: int
+    exp_avg: int
+    exp_avg_sq: int
+    remainder: int | None = None
+    """Split master only, and then needed."""
+
 
 class SumSquares:
     """Where a ``sum_squares`` job leaves its result. NaN and -1 until its ticket has finished well."""
@@ -71,6 +86,10 @@ class _AdamWArguments(ctypes.Structure):
         ("exp_avg", _Address),
         ("exp_avg_sq", _Address),
         ("grad", _Address),
+        ("out_param", _Address),
+        ("out_remainder", _Address),
+        ("out_exp_avg", _Address),
+        ("out_exp_avg_sq", _Address),
         ("n", ctypes.c_int64),
         ("master", ctypes.c_int32),
         ("grad_dtype", ctypes.c_int32),
@@ -142,16 +161,24 @@ class WorkerPool:
         remainder: int | None = None,
         copy: int | None = None,
         copy_dtype: DType = DType.BF16,
+        out: AdamWOut | None = None,
         after: Sequence[NativeTicket] = (),
         keep: Sequence[Any] = (),
     ) -> NativeTicket:
-        """Updates ``n`` parameters and their two moments in place.
+        """Updates ``n`` parameters and their two moments in place, or into ``out``, with the same bits.
 
         With ``remainder`` the master is split: ``param`` is its bf16 half and ``remainder`` the int16 rest. Without, ``param``
         is float32 and, where ``copy`` is given, also written there in ``copy_dtype``.
+
+        With ``out`` nothing but ``copy`` and the arrays of ``out`` is written. None of those may overlap another array of the
+        update, except that one of ``out`` may be the very array that it replaces.
         """
+        if out is not None and n > 0 and not out.param:
+            raise ValueError("`out.param` is null: an update out of place needs every output")
+        new = out or AdamWOut(0, 0, 0)
         arguments = _AdamWArguments(
-            param, remainder, copy, exp_avg, exp_avg_sq, grad, n, int(remainder is not None), grad_dtype, copy_dtype,
+            param, remainder, copy, exp_avg, exp_avg_sq, grad,
+            new.param, new.remainder, new.exp_avg, new.exp_avg_sq, n, int(remainder is not None), grad_dtype, copy_dtype,
             step.lr, step.beta1, step.beta2, step.eps, step.weight_decay, step.grad_scale, step.step,
         )  # fmt: skip
         types = (ctypes.POINTER(_AdamWArguments),)

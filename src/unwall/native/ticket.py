@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 from unwall.native.library import ErrorRecord, Handle, function
@@ -24,6 +25,7 @@ class NativeTicket:
         self._keep = keep
         self._finished = False
         self._error: Exception | None = None
+        self._seen: Callable[[float, float], None] | None = None
 
     @property
     def handle(self) -> int:
@@ -59,9 +61,20 @@ class NativeTicket:
             raise ValueError(f"ticket {self._handle} was released")
         return values[0].value / 1e9, values[1].value / 1e9, values[2].value / 1e9
 
+    def observe(self, seen: Callable[[float, float], None]) -> None:
+        """``seen`` is called once, when the work is known to have ended, with the seconds of its start and end."""
+        self._seen = seen
+
+    def _tell(self) -> None:
+        seen, self._seen = self._seen, None
+        if seen is not None:
+            _, start, end = self.times()
+            seen(start, end)
+
     def _finish(self, error: Exception | None) -> None:
         if self._finished:
             return
+        self._tell()
         self._finished = True
         self._error = error
         self._keep = ()
@@ -72,6 +85,7 @@ class NativeTicket:
                 return
             if not self._finished:
                 function("uw_ticket_wait", ctypes.c_int, Handle, ctypes.c_int64, _Record)(self._handle, -1, None)
+                self._tell()
             function("uw_ticket_release", ctypes.c_int, Handle)(self._handle)
         except (TypeError, AttributeError):  # the interpreter is shutting down and has taken ctypes apart
             pass

@@ -1,13 +1,15 @@
 """AdamW over a sharded model."""
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.disk_update import DiskUpdate, Parts, update_on_disk
-from unwall.optim.kernels import Span, adamw
+from unwall.optim.early import EarlyUpdates, commit_or_update, covers
+from unwall.optim.kernels import adamw, has_kernel, run_spans
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
 from unwall.optim.updates import Factor, update_in_memory
@@ -26,6 +28,10 @@ class AdamW(ShardedOptimizer):
     """Decoupled weight decay Adam, as ``torch.optim.AdamW``, with state only for this rank's shards.
 
     ``max_grad_norm`` clips the norm of all gradients over all ranks; ``grad_norm`` holds the norm afterwards.
+    ``update_in_backward``: states on host and disk are updated in place while backward runs. That is faster where the host has
+    no memory to spare, and a promise: each backward is followed by a ``step``, with the learning rate that was set before it,
+    and nothing is clipped or scaled. Without it ``step`` stays the moment an update counts, and updates run ahead only where
+    spare memory keeps a way back.
     """
 
     def __init__(
@@ -36,16 +42,63 @@ class AdamW(ShardedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         max_grad_norm: float | None = None,
+        update_in_backward: bool = False,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(f"lr, eps and weight_decay must not be negative, got {lr}, {eps}, {weight_decay}")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must lie in [0, 1), got {betas}")
+        if update_in_backward and max_grad_norm is not None:
+            raise ValueError("update_in_backward=True cannot clip: the norm is known only when backward has ended")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
         self._kept = own_states(self, MOMENTS)
+        self._early = EarlyUpdates(update_in_backward)
+        weakref.finalize(self, self._early.free).atexit = False
         for param in self._params():
             if param.requires_grad:
                 self._make_states(self.place(param)[1])
+        for engine in self.engines():
+            engine.listeners.append(weakref.WeakMethod(self._landed))
+            if update_in_backward:
+                engine.guards.append(weakref.WeakMethod(self._refuse_second_backward))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of this optimizer's parameters."""
+        if self._early.applied:
+            raise RuntimeError(
+                "zero_grad() without step(), but update_in_backward=True has used these gradients already: call step() after "
+                "each backward, or build the optimizer without update_in_backward"
+            )
+        super().zero_grad(set_to_none)
+
+    # -- during backward ----------------------------------------------------------------------------------------------
+
+    def _landed(self, engine: Engine, index: int) -> None:
+        """A group's gradient is on its way to the host: it may be used at once. See optim/early.py."""
+        group, gradient = engine.groups[index], engine.gradients[index]
+        if group.home.tier != "host" or engine.loss_scale != 1.0 or not gradient.held or self._clip is not None:
+            return
+        mine = {id(param) for param in self._params()}
+        slots = {slot for slot in gradient.present if id(group.params[slot]) in mine}
+        if self._early.in_place:
+            runs = self._runs(group, slots, self._numbers())
+            group.update = self._on_host(engine, index, runs, Factor(1.0, None))
+            self._early.applied[id(engine), index] = runs
+            return
+        if group.home.on_disk or gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
+            return
+        runs = self._runs(group, slots, self._numbers(), count=False)
+        if covers(group, runs):
+            self._early.speculate(engine, group, self._stores(group), runs)
+
+    def _refuse_second_backward(self, engine: Engine, index: int) -> None:
+        if (id(engine), index) in self._early.applied:
+            raise RuntimeError(
+                f"a second backward before step(), but update_in_backward=True has updated group {engine.groups[index].name} "
+                "with the first one: call step() after each backward, or build the optimizer without update_in_backward"
+            )
+
+    # -- the step -----------------------------------------------------------------------------------------------------
 
     def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
         numbers = self._numbers()
@@ -53,6 +106,9 @@ class AdamW(ShardedOptimizer):
         tickets = []
         for engine, index, slots in held:
             group, gradient = engine.groups[index], engine.gradients[index]
+            if (id(engine), index) in self._early.applied:
+                self._check_promise(engine, index, slots, numbers, clipped=factor is not None or inverse != 1.0)
+                continue
             runs = self._runs(group, slots, numbers)
             if group.home.tier == "host":
                 group.update = self._on_host(engine, index, runs, host_factor)
@@ -60,43 +116,51 @@ class AdamW(ShardedOptimizer):
             assert gradient.value is not None
             on_cpu = engine.device.device.type == "cpu"
             scale = host_factor.get() if on_cpu else inverse
-            for span, step in self._spans(group, gradient.value, runs):
+            for span, step in run_spans(self._tensors(group), gradient.value, runs):
                 now = dataclasses.replace(step, grad_scale=scale)
                 tickets.append(adamw(span, now, None if on_cpu or factor is None else factor.float()))
         for ticket in tickets:
             if ticket is not None:
                 ticket.wait()
+        passes = max((engine.gradients[index].passes for engine, index, _ in held), default=0)
+        self._early.after_step(None if factor is None and inverse == 1.0 else host_factor, passes)
 
     def _on_host(self, engine: Engine, index: int, runs: list[Run], factor: Factor) -> Ticket:
         group, gradient = engine.groups[index], engine.gradients[index]
         if not group.home.on_disk:
             assert gradient.value is not None
-            return update_in_memory(self._spans(group, gradient.value, runs), gradient.landing, factor)
+            speculation = self._early.take(engine, group, runs)
+            spans = run_spans(self._tensors(group), gradient.value, runs)
+            if speculation is not None:
+                return commit_or_update(engine, speculation, spans, gradient.landing, factor, group.name)
+            return update_in_memory(spans, gradient.landing, factor, engine.tiers.updates, group.name)
         grad = gradient.stored or gradient.value
         assert grad is not None
-        assert group.param is not None
-        exp_avg, exp_avg_sq = self._make_states(group)
-        parts = Parts(group.param, exp_avg, exp_avg_sq, group.states.get(REMAINDER), group.states.get(MASTER), grad)
-        update = DiskUpdate(group.name, parts, runs, group.own_numel, engine.tiers, gradient.landing, factor)
+        update = DiskUpdate(group.name, Parts(self._stores(group), grad), runs, engine.tiers, gradient.landing, factor)
         return update_on_disk(update)
 
-    def _runs(self, group: Group, slots: set[int], numbers: dict[int, AdamWStep]) -> list[Run]:
-        """Counts a step for each parameter and gives the runs to update, keyed by their numbers."""
+    def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep], clipped: bool) -> None:
+        runs = self._runs(engine.groups[index], slots, numbers, count=False, ahead=0)
+        if clipped or runs != self._early.applied[id(engine), index]:
+            raise RuntimeError(
+                f"update_in_backward=True has updated group {engine.groups[index].name} during backward, but since then its "
+                "numbers (learning rate, betas, decay) were changed, or this step clips or scales: set them before backward, "
+                "or build the optimizer without update_in_backward"
+            )
+
+    def _runs(
+        self, group: Group, slots: set[int], numbers: dict[int, AdamWStep], count: bool = True, ahead: int = 1
+    ) -> list[Run]:
+        """The runs to update, keyed by their numbers, as the step after next ``ahead`` has them. ``count``: it is taken now."""
         group.finish_update()
         keys = {}
         for slot in slots:
             param = group.params[slot]
-            state = self.state[param]
-            state["step"] = state.get("step", 0) + 1
-            keys[slot] = dataclasses.replace(numbers[id(param)], step=state["step"])
+            step = self.state[param].get("step", 0) + ahead
+            if count:
+                self.state[param]["step"] = step
+            keys[slot] = dataclasses.replace(numbers[id(param)], step=step)
         return runs_of(group.owned_segments(), keys, gap=SLOT_BYTES // group.layout.dtype.itemsize)
-
-    def _spans(self, group: Group, value: torch.Tensor, runs: list[Run]) -> list[tuple[Span, AdamWStep]]:
-        found = []
-        for run in runs:
-            assert isinstance(run.key, AdamWStep)
-            found.append((self._span(group, value, slice(run.start, run.end)), run.key))
-        return found
 
     def _numbers(self) -> dict[int, AdamWStep]:
         found = {}
@@ -108,25 +172,35 @@ class AdamW(ShardedOptimizer):
                 found[id(param)] = row
         return found
 
-    def _make_states(self, group: Group) -> tuple[Store, Store]:
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def _make_states(self, group: Group) -> dict[str, Store]:
         """The moments, which come into being at first use, as the remainder of a split master does."""
         dtype = torch.float64 if group.layout.dtype is torch.float64 else torch.float32
         if dtype is torch.float64 and group.home.on_disk:
             raise ValueError(f"group {group.name} is float64, which is not updated on disk: place it on host or device")
         if group.layout.dtype is torch.bfloat16 and not group.has_state(MASTER):
             group.store(REMAINDER, torch.int16)
-        first, second = (self._kept.store(group, name, dtype) for name in MOMENTS)
-        return first, second
+        return {name: self._kept.store(group, name, dtype) for name in MOMENTS}
+
+    def _stores(self, group: Group) -> dict[str, Store]:
+        """What an update writes, by the names of ``Span``, where it lives."""
+        found = self._make_states(group)
+        if group.param is not None:
+            found["param"] = group.param
+        for name in (REMAINDER, MASTER):
+            if group.has_state(name):
+                found[name] = group.states[name]
+        return found
+
+    def _tensors(self, group: Group) -> dict[str, torch.Tensor]:
+        """The same as tensors."""
+        tensors = {name: store.tensor() for name, store in self._stores(group).items()}
+        return {**tensors, "param": group.own_param}
 
     def _states_of(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = self._make_states(group)
-        return first.tensor(), second.tensor()
-
-    def _span(self, group: Group, value: torch.Tensor, part: slice) -> Span:
-        exp_avg, exp_avg_sq = self._states_of(group)
-        remainder = group.state(REMAINDER, torch.int16)[part] if group.has_state(REMAINDER) else None
-        master = group.state(MASTER, torch.float32)[part] if group.has_state(MASTER) else None
-        return Span(group.own_param[part], exp_avg[part], exp_avg_sq[part], value[part], remainder, master)
+        first, second = (store.tensor() for store in self._make_states(group).values())
+        return first, second
 
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.AdamW``'s: whole tensors on the host (rank 0; the states are left out on the others)."""

@@ -16,11 +16,11 @@ import torch
 from unwall.native.library import DiskError
 from unwall.native.pool import AdamWStep
 from unwall.native.ticket import NativeTicket
-from unwall.optim.kernels import Span, adamw
+from unwall.optim.kernels import Span, adamw, watch_update
 from unwall.optim.runs import Run
-from unwall.optim.updates import Factor, HostUpdate, scaled
+from unwall.optim.updates import Factor, HostUpdate
 from unwall.shards.store import Store
-from unwall.tiers.block import DiskBlock, MemoryBlock
+from unwall.tiers.block import DiskBlock
 from unwall.tiers.disk import DiskTier, named
 from unwall.tiers.host import HostBlock
 from unwall.tiers.ring import BounceRing
@@ -31,19 +31,21 @@ from unwall.tiers.tiers import Tiers
 
 @dataclass(frozen=True)
 class Parts:
-    """The states of a group that an update reads and writes, each where it lives."""
+    """What an update reads and writes, each where it lives."""
 
-    param: Store
-    exp_avg: Store
-    exp_avg_sq: Store
-    remainder: Store | None
-    master: Store | None
+    states: dict[str, Store]
+    """By the names of ``Span``."""
     grad: Store | torch.Tensor
 
     @property
-    def on_disk(self) -> dict[str, Store]:
-        named_parts = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: part for name, part in named_parts.items() if isinstance(part, Store) and part.on_disk}
+    def written(self) -> dict[str, Store]:
+        """Written to disk."""
+        return {name: store for name, store in self.states.items() if store.on_disk}
+
+    @property
+    def read(self) -> dict[str, Store]:
+        """Read from disk."""
+        return self.written if isinstance(self.grad, torch.Tensor) else {**self.written, "grad": self.grad}
 
 
 @dataclass
@@ -62,12 +64,15 @@ class DiskUpdate:
     """See [Note: chunks]."""
 
     def __init__(
-        self, name: str, parts: Parts, runs: Sequence[Run], numel: int, tiers: Tiers, landing: Ticket | None, factor: Factor
+        self, name: str, parts: Parts, runs: Sequence[Run], tiers: Tiers, landing: Ticket | None, factor: Factor
     ) -> None:
         assert tiers.disk is not None
+        numel = parts.states["param"].numel
         self._name = name
         self._parts = parts
         self._disk: DiskTier = tiers.disk
+        self._meters = tiers.links.meters
+        self._updates = tiers.updates
         self._ring: BounceRing = tiers.chunks
         self._landing = landing
         self._factor = factor
@@ -106,20 +111,20 @@ class DiskUpdate:
             chunk.slot = self._ring.acquire()
         if not chunk.updated:
             reads = []
-            for name, store in self._parts.on_disk.items():
+            for name, store in self._parts.read.items():
                 reads += self._request("read", chunk, name, store, ())
             updates = []
             for run in chunk.runs:
                 assert isinstance(run.key, AdamWStep)
-                ticket = adamw(self._span(chunk, run), scaled(run.key, scale), after=reads)
+                ticket = adamw(self._span(chunk, run), run.key.scaled(scale), after=reads)
                 assert ticket is not None
+                watch_update(self._updates, ticket, self._name, run.end - run.start)
                 updates.append(ticket)
             chunk.tickets = [*reads, *updates]
         done = () if chunk.updated else tuple(chunk.tickets)
         chunk.writes = []
-        for name, store in self._parts.on_disk.items():
-            if name != "grad":
-                chunk.writes += self._request("write", chunk, name, store, done)
+        for name, store in self._parts.written.items():
+            chunk.writes += self._request("write", chunk, name, store, done)
 
     def _finish(self, chunk: _Chunk) -> None:
         failure: DiskError | None = None
@@ -146,24 +151,25 @@ class DiskUpdate:
         assert chunk.slot is not None
         item = store.dtype.itemsize
         submit = self._disk.read if op == "read" else self._disk.write
-        address = chunk.slot.address + self._places[name]
-        return submit(store.block, chunk.start * item, address, chunk.numel * item, keep=chunk.slot.data, after=after)
+        address, nbytes = chunk.slot.address + self._places[name], chunk.numel * item
+        tickets = submit(store.block, chunk.start * item, address, nbytes, keep=chunk.slot.data, after=after)
+        meter = self._meters["disk", "host"] if op == "read" else self._meters["host", "disk"]
+        meter.add(nbytes)
+        for ticket in tickets:
+            meter.watch(ticket, store.label)
+        return tickets
 
     def _span(self, chunk: _Chunk, run: Run) -> Span:
+        assert chunk.slot is not None
         views = {}
-        for name in self._parts.__dataclass_fields__:
-            part = getattr(self._parts, name)
-            if part is None:
-                continue
-            if isinstance(part, Store) and part.on_disk:
-                assert chunk.slot is not None
+        for name, part in {**self._parts.states, "grad": self._parts.grad}.items():
+            if name in self._places:
+                assert isinstance(part, Store)
                 view = chunk.slot.view(part.dtype, chunk.numel, self._places[name])
                 views[name] = view[run.start - chunk.start : run.end - chunk.start]
-                continue
-            if isinstance(part, Store):
-                assert isinstance(part.block, MemoryBlock)
-                part = part.block.view(part.dtype)
-            views[name] = part[run.start : run.end]
+            else:
+                whole = part.tensor() if isinstance(part, Store) else part
+                views[name] = whole[run.start : run.end]
         return Span(**views)
 
 
@@ -175,7 +181,7 @@ def update_on_disk(update: DiskUpdate) -> HostUpdate:
 def _places(parts: Parts, elements: int) -> dict[str, int]:
     """Where in a slot each state lies."""
     found, offset = {}, 0
-    for name, store in parts.on_disk.items():
+    for name, store in parts.read.items():
         found[name] = offset
         offset += align_up(elements * store.dtype.itemsize)
     return found

@@ -82,6 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 factor = clip_factor(self._norm_of(total), clip)
         if held:
             self._update(held, factor, inverse)
+        for engine in self.engines():
+            engine.steps += 1
         for engine, index, slots in held:
             engine.version += 1
             engine.executor.invalidate(index)

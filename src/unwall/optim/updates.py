@@ -20,7 +20,8 @@ import torch
 
 from unwall.native.library import DiskError
 from unwall.native.pool import AdamWStep
-from unwall.optim.kernels import Span, adamw
+from unwall.optim.kernels import Span, adamw, finish_updates
+from unwall.tiers.meter import LinkMeter
 from unwall.tiers.ticket import Ticket
 
 
@@ -30,11 +31,14 @@ class Factor:
     def __init__(self, inverse: float, clip: torch.Tensor | None) -> None:
         self._inverse = inverse
         self._clip = clip
+        self.known: float | None = inverse if clip is None else None
+        """What it came to, once it was read."""
 
     def get(self) -> float:
         if self._clip is not None:
             self._inverse *= float(self._clip)
             self._clip = None
+        self.known = self._inverse
         return self._inverse
 
 
@@ -75,6 +79,11 @@ class HostUpdate:
                     raise
                 raise TimeoutError(f"the update has not finished after {timeout} s") from error
 
+    def failure(self) -> BaseException | None:
+        """What went wrong in work that has ended, other than in an update before it."""
+        error = None if self._future is None else self._future.exception()
+        return None if isinstance(error, _BehindError) else error
+
     def run(self) -> None:
         self._work()
 
@@ -111,23 +120,15 @@ def _queue() -> _Queue:
     return _queues[pid]
 
 
-def update_in_memory(spans: Sequence[tuple[Span, AdamWStep]], landing: Ticket | None, factor: Factor) -> HostUpdate:
+def update_in_memory(
+    spans: Sequence[tuple[Span, AdamWStep]], landing: Ticket | None, factor: Factor, meter: LinkMeter, label: str
+) -> HostUpdate:
     """Queues the update of a group whose states are all in host memory."""
 
     def work() -> None:
         if landing is not None:
             landing.wait()
         scale = factor.get()
-        tickets = [adamw(span, scaled(step, scale)) for span, step in spans]
-        for ticket in tickets:
-            if ticket is not None:
-                ticket.wait()
+        finish_updates(meter, label, [(adamw(span, step.scaled(scale)), span) for span, step in spans])
 
     return HostUpdate(work)
-
-
-def scaled(step: AdamWStep, scale: float) -> AdamWStep:
-    return AdamWStep(
-        lr=step.lr, beta1=step.beta1, beta2=step.beta2, eps=step.eps, weight_decay=step.weight_decay,
-        grad_scale=step.grad_scale * scale, step=step.step,
-    )  # fmt: skip

@@ -10,8 +10,9 @@ _pools: dict[int, WorkerPool] = {}  # by process: a forked child needs its own
 
 
 def shared_pool() -> WorkerPool:
-    """One pool a process, with as many threads as torch uses."""
+    """One pool a process, with as many threads as torch uses; beside an accelerator two fewer, which keep it fed."""
     pid = os.getpid()
     if pid not in _pools:
-        _pools[pid] = WorkerPool(torch.get_num_threads())
+        threads = torch.get_num_threads()
+        _pools[pid] = WorkerPool(threads - 2 if threads > 4 and torch.cuda.is_available() else threads)
     return _pools[pid]

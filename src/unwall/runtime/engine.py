@@ -8,8 +8,10 @@ more". What cannot be followed (an output in an unknown wrapper, a gradient that
 pass: memory, never a wrong value.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,16 @@ from unwall.shards.collectives import Ranks
 from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
+from unwall.tiers.meter import LinkMeter
 from unwall.tiers.tiers import Tiers
+
+
+@dataclass
+class Speculated:
+    """How updates that ran ahead of their step ended."""
+
+    committed: int = 0
+    missed: int = 0
 
 
 class Engine:
@@ -40,7 +51,8 @@ class Engine:
         self.tiers = tiers
         self.device = tiers.device
         self.ranks = ranks
-        self.executor = Executor(groups, gradients, tiers.device, ranks)
+        ranks.meter = LinkMeter("collective", tiers.links.timeline)
+        self.executor = Executor(groups, gradients, tiers, ranks)
         self.places = {id(param): (group.index, slot) for group in groups for slot, param in enumerate(group.params)}
         self.names = {id(module): name for name, module in model.named_modules()}
         self.sync = True
@@ -61,6 +73,14 @@ class Engine:
         self._watching = False
         self.loss_scale = 1.0
         """What the loss of the gradients held now was multiplied with."""
+        self.speculation = Speculated()
+        self.steps = 0
+        """Optimizer steps since the statistics were reset."""
+        self.listeners: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
+        """Told of each gradient that has landed, during backward."""
+        self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
+        """Told of each gradient that arrives. They may refuse it."""
+        self.executor.on_landed = self._landed
         self.on_gradient: Callable[[torch.Tensor], None] = lambda _: None
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -112,6 +132,8 @@ class Engine:
                 self._unwatch_saved_tensors()
             if frame.module is module:
                 break
+        if not self._frames and not torch.is_grad_enabled():
+            self.executor.lane.leave()
         if not self._frames and self.ranks.size > 1 and torch._C._current_graph_task_id() == -1:
             self.executor.through()
 
@@ -221,6 +243,8 @@ class Engine:
             return
         self._note_task()
         index, slot = self.places[id(param)]
+        if self.guards:
+            self._tell(self.guards, index)
         gradient = self.gradients[index]
         self._room_for_gradient(gradient)
         with torch.no_grad():
@@ -232,6 +256,15 @@ class Engine:
             if self.sync:
                 self.executor.reduce(index)
             self._unpin_if_done(index)
+
+    def _landed(self, index: int) -> None:
+        self._tell(self.listeners, index)
+
+    def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:
+        for method in methods:
+            call = method()
+            if call is not None:
+                call(self, index)
 
     def _room_for_gradient(self, gradient: Gradient) -> None:
         label = f"gradients of {gradient.group.name}"
@@ -275,6 +308,7 @@ class Engine:
             self.executor.phase += 1
 
     def _end_backward(self) -> None:
+        self.executor.lane.leave()
         self._tasks.clear()
         for index in sorted(self._backward_pins):
             self.executor.release(index)
@@ -299,7 +333,7 @@ class Engine:
 
     def settle(self) -> None:
         """Gradients in flight have been reduced."""
-        self.executor.finish_reduces()
+        self.executor.finish_reduces(notify=False)
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""

@@ -2,7 +2,7 @@
 
 [Note: paging]
 Constructors and initialisers run unchanged, operation by operation. A dispatch mode watches them: the storage of a parameter
-that was not touched lately is taken out (this rank keeps its 1/N on the host) and brought back when an operation needs it,
+that was not touched lately is taken out (this rank keeps its 1/N on host or disk) and brought back when an operation needs it,
 also one that comes much later, as when transformers rewrites all weights after construction. What identifies a parameter is
 its storage object, so views and ``.data`` work like the parameter itself. Every rank runs the same operations, so every rank
 pages the same parameters in the same order.
@@ -10,8 +10,9 @@ pages the same parameters in the same order.
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.native.memory import HostMemory
 from unwall.shards.collectives import Ranks
+from unwall.tiers.disk import DiskTier
+from unwall.tiers.sizes import align_up
 
 RESIDENT_BYTES = 4 << 20
 """How much may stay in memory of what was touched last (two parameters may, however large)."""
@@ -29,16 +33,64 @@ RESIDENT_BYTES = 4 << 20
 _pages = WeakIdKeyDictionary()  # parameter -> Page, once its model was built
 
 
+class Shelf:
+    """Where the parts that were taken out wait: in host memory up to ``limit_bytes``, beyond that on disk."""
+
+    def __init__(self, directories: Sequence[Path] = (), limit_bytes: int | None = None, rank: int = 0) -> None:
+        self._directories = directories
+        self._limit_bytes = limit_bytes
+        self._rank = rank
+        self._held_bytes = 0
+        self._disk: DiskTier | None = None
+
+    def put(self, part: torch.Tensor) -> "torch.Tensor | OnDisk":
+        if self._limit_bytes is None or not self._directories or self._held_bytes + part.nbytes <= self._limit_bytes:
+            self._held_bytes += part.nbytes
+            weakref.finalize(part, self._forget, part.nbytes).atexit = False
+            return part
+        if self._disk is None:
+            self._disk = DiskTier(self._directories, rank=self._rank)
+        return OnDisk(part, self._disk)
+
+    def _forget(self, nbytes: int) -> None:
+        self._held_bytes -= nbytes
+
+
+class OnDisk:
+    """Bytes that went to disk."""
+
+    def __init__(self, part: torch.Tensor, disk: DiskTier) -> None:
+        self._disk = disk
+        self._block = disk.allocate(part.nbytes, "a parameter under construction")
+        memory = self._memory()
+        memory.copy_(part)
+        for ticket in disk.write(self._block, 0, memory.data_ptr(), part.nbytes, keep=memory):
+            ticket.wait()
+        weakref.finalize(self, disk.free, self._block).atexit = False
+
+    def get(self) -> torch.Tensor:
+        memory = self._memory()
+        for ticket in self._disk.read(self._block, 0, memory.data_ptr(), self._block.nbytes, keep=memory):
+            ticket.wait()
+        return memory
+
+    def _memory(self) -> torch.Tensor:
+        """Page-aligned, with room for whole sectors."""
+        memory = HostMemory(align_up(self._block.nbytes))
+        return torch.frombuffer(memory.buffer(), dtype=torch.uint8)[: self._block.nbytes]
+
+
 class Page:
     """The storage of a parameter under construction (or of several that share it), or this rank's part of its bytes."""
 
-    def __init__(self, param: nn.Parameter, ranks: Ranks) -> None:
+    def __init__(self, param: nn.Parameter, ranks: Ranks, shelf: Shelf) -> None:
         self._params = [weakref.ref(param)]
         self._storage = param.untyped_storage()
         self.key = self._storage._cdata
         self.nbytes = self._storage.nbytes()
         self._ranks = ranks
-        self._part: torch.Tensor | None = None
+        self._shelf = shelf
+        self._part: torch.Tensor | OnDisk | None = None
 
     def add(self, param: nn.Parameter) -> None:
         """Another parameter lies in the same storage (``Parameter(weight.data)``)."""
@@ -46,14 +98,14 @@ class Page:
             self._params.append(weakref.ref(param))
 
     def out(self) -> None:
-        """Keeps this rank's part on the host and gives the storage's memory back."""
+        """Puts this rank's part on the shelf and gives the storage's memory back."""
         part_bytes = -(-self.nbytes // self._ranks.size)
         low = min(self._ranks.rank * part_bytes, self.nbytes)
         high = min(low + part_bytes, self.nbytes)
         whole = torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
         part = torch.zeros(part_bytes, dtype=torch.uint8)
         part[: high - low] = whole[low:high]
-        self._part = part
+        self._part = self._shelf.put(part)
         self._storage.resize_(0)
 
     def bring_back(self) -> None:
@@ -70,10 +122,11 @@ class Page:
 
     def _gather(self) -> torch.Tensor:
         assert self._part is not None
+        part = self._part.get() if isinstance(self._part, OnDisk) else self._part
         if self._ranks.size == 1:
-            return self._part
-        whole = torch.empty(self._part.numel() * self._ranks.size, dtype=torch.uint8)
-        self._ranks.all_gather_on_host(whole, self._part)
+            return part
+        whole = torch.empty(part.numel() * self._ranks.size, dtype=torch.uint8)
+        self._ranks.all_gather_on_host(whole, part)
         return whole[: self.nbytes]
 
     def seal(self) -> bool:
@@ -100,9 +153,10 @@ class Geometry(NamedTuple):
 class Pager(TorchDispatchMode):
     """See [Note: paging]."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, shelf: Shelf | None = None) -> None:
         super().__init__()
         self._ranks = ranks
+        self._shelf = Shelf() if shelf is None else shelf
         self._known: dict[int, Page] = {}
         self._resident: OrderedDict[int, Page] = OrderedDict()  # least lately touched first
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -138,7 +192,7 @@ class Pager(TorchDispatchMode):
         if key in self._known:
             self._known[key].add(param)
         elif whole:
-            page = Page(param, self._ranks)
+            page = Page(param, self._ranks, self._shelf)
             self._known[key] = self._resident[key] = page
             self._shrink(RESIDENT_BYTES, 2)
 

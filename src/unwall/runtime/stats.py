@@ -1,9 +1,9 @@
 """What a sharded model did and holds: bytes a tier, bytes a link, elements in collectives."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from unwall.runtime.engine import Engine
-from unwall.tiers.meter import LinkStats
+from unwall.runtime.engine import Engine, Speculated
+from unwall.tiers.meter import LinkMeter, LinkStats
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,34 @@ class Stats:
     collectives: dict[str, CollectiveStats]
     trace_mismatches: int
     """Passes that used the groups in another order than the pass before."""
+    steps: int
+    """Optimizer steps."""
+    speculated: Speculated
+    """Groups that were updated ahead of their step, and how that ended."""
     _engine: Engine
 
+    @property
+    def disk_bytes_per_step(self) -> float:
+        """What a step writes to disk on average: what wears a drive out."""
+        written = self.links.get("host>disk")
+        return 0.0 if written is None else written.moved_bytes / max(1, self.steps)
+
     def reset(self) -> None:
+        """The counters start anew."""
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
         executor.trace.mismatches = 0
+        self._engine.speculation = Speculated()
         for ledger in self._engine.tiers.ledgers.values():
             ledger.reset_peak()
-        for meter in self._engine.tiers.links.meters.values():
+        for meter in _meters(self._engine):
             meter.reset()
+        self._engine.steps = 0
+
+
+def _meters(engine: Engine) -> list[LinkMeter]:
+    collective = [] if engine.ranks.meter is None else [engine.ranks.meter]
+    return [*engine.tiers.links.meters.values(), engine.tiers.updates, *collective]
 
 
 def read_stats(engine: Engine) -> Stats:
@@ -54,11 +72,13 @@ def read_stats(engine: Engine) -> Stats:
             name: TierStats(ledger.live_bytes, ledger.peak_bytes, ledger.budget_bytes)
             for name, ledger in engine.tiers.ledgers.items()
         },
-        links={meter.name: meter.read() for meter in engine.tiers.links.meters.values() if meter.read().copies},
+        links={meter.name: meter.read() for meter in _meters(engine) if meter.read().copies},
         collectives={
             "all_gather": CollectiveStats(executor.gathered_elements),
             "reduce_scatter": CollectiveStats(executor.reduced_elements),
         },
         trace_mismatches=executor.trace.mismatches,
+        steps=engine.steps,
+        speculated=replace(engine.speculation),
         _engine=engine,
     )

@@ -13,16 +13,16 @@ from unwall.shards.master import read_master, rounded, write_master
 
 
 def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
-    """A state of a group over all ranks, on the host. On rank 0 only unless ``everywhere`` (None elsewhere)."""
+    """A state of a group over all ranks: on the host of rank 0 (None elsewhere), or on the device ``everywhere``."""
     if group.own_numel == group.layout.padded_numel:
         whole = owned
     else:
         owned = owned.to(engine.device.device)  # what the ranks exchange lies on the device
         whole = torch.empty(group.layout.padded_numel, dtype=owned.dtype, device=owned.device)
         engine.ranks.all_gather(whole, owned.contiguous()).wait()
-    if engine.ranks.rank == 0 or everywhere:
-        return whole.detach().cpu()
-    return None
+    if everywhere:
+        return whole.detach().to(engine.device.device)
+    return whole.detach().cpu() if engine.ranks.rank == 0 else None
 
 
 class WholeParams:
@@ -39,13 +39,14 @@ class WholeParams:
         self._held = self._whole = None
 
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The parameter as it was given to ``shard``: same shape and dtype, on the host. None on ranks that get nothing."""
+        """The parameter as it was given to ``shard``: same shape and dtype. None on ranks that get nothing."""
         index, slot = self._engine.places[id(param)]
         group = self._engine.groups[index]
         if self._held != (index, self._engine.version):
             self._engine.executor.together("state_dict or full_params")
             group.finish_update()
-            self._whole = whole_run(self._engine, group, read_master(group), self._everywhere)
+            owned = read_master(group, self._engine.device.device if self._everywhere else None)
+            self._whole = whole_run(self._engine, group, owned, self._everywhere)
             self._held = (index, self._engine.version)
         if self._whole is None:
             return None
@@ -82,7 +83,7 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
         value = reader.get(param)
         assert value is not None
         engine.lent.add(id(param))
-        param.data = value.to(engine.device.device)
+        param.data = value
     try:
         yield
     finally:

@@ -1,15 +1,16 @@
 """Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from unwall.schedule.lane import ComputeLane
 from unwall.schedule.residency import Held, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.collectives import Ranks, Wish, pack_bits, unpack_bits
 from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group, Residence
-from unwall.tiers.device import DeviceTier
 from unwall.tiers.ledger import BudgetError
+from unwall.tiers.tiers import Tiers
 
 LOOK_AHEAD = 2
 """Groups that may be on their way at once: enough to keep a link busy, few enough to bound memory."""
@@ -23,17 +24,20 @@ class Executor:
     A group is pinned while anything may read it; pins are counted. Everything else stays for as long as there is room.
     """
 
-    def __init__(self, groups: Sequence[Group], gradients: Sequence[Gradient], device: DeviceTier, ranks: Ranks) -> None:
+    def __init__(self, groups: Sequence[Group], gradients: Sequence[Gradient], tiers: Tiers, ranks: Ranks) -> None:
         self.groups = groups
         self.gradients = gradients
         self.trace = Trace()
         self.gathered_elements = 0
         self.reduced_elements = 0
-        self._device = device
+        self.lane = ComputeLane(tiers.links)
+        self._device = tiers.device
         self._ranks = ranks
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
+        self.on_landed: Callable[[int], None] = lambda _: None
+        """Called with a group when the sum of its gradient is on its way to where the update runs."""
         self.phase = 0
         """Counts forwards and backwards."""
 
@@ -45,8 +49,11 @@ class Executor:
         self._current = index
         self._pins[index] += 1
         try:
+            if new:
+                self.lane.leave()
             self._make_resident(index)
             if new:
+                self.lane.enter(self.groups[index].name)
                 self._work_ahead()
         except BaseException:
             self._pins[index] -= 1
@@ -153,10 +160,13 @@ class Executor:
         bits = pack_bits(sorted(gradient.pending), len(self.groups[index].params))
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
 
-    def finish_reduces(self, leave: int = 0) -> None:
+    def finish_reduces(self, leave: int = 0, notify: bool = True) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left."""
         while len(self._reducing) > leave:
-            self.gradients[self._reducing.popleft()].finish_reduce()
+            index = self._reducing.popleft()
+            self.gradients[index].finish_reduce()
+            if notify:
+                self.on_landed(index)
 
     def together(self, what: str) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""

@@ -11,12 +11,15 @@ The announcements are a few words over a CPU group; a rank alone needs none of i
 
 import atexit
 import datetime
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from unwall.tiers.meter import LinkMeter
 
 _TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -67,6 +70,8 @@ class Ranks:
         self._words = 0
         self._model = 0
         self._on_host = True
+        self.meter: LinkMeter | None = None
+        """Counts collectives, where someone wants to know. On an accelerator the time is that of the caller's wait."""
         if group is not None and self.size > 1:
             self._on_host = "gloo" in str(group._get_backend(torch.device(device)).name()).lower()
             self._control = _control_group(group)
@@ -117,12 +122,14 @@ class Ranks:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Work":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
-        return Work(_all_gather(whole, shard, group=self._group, async_op=True), keep=(whole, shard))
+        work = _all_gather(whole, shard, group=self._group, async_op=True)
+        return Work(work, keep=(whole, shard), meter=self.meter, label="all-gather")
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Work":
         """``shard`` becomes the sum over ranks of their ``whole``'s part for this rank."""
         if not self._on_host:
-            return Work(_reduce_scatter(shard, whole, group=self._group, async_op=True), keep=(whole, shard))
+            scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
+            return Work(scattered, keep=(whole, shard), meter=self.meter, label="reduce-scatter")
         # gloo's own reduce-scatter moves N times the bytes. Exchange the parts and add them here, always in rank order.
         parts = torch.empty_like(whole)
         work = dist.all_to_all_single(parts, whole, group=self._group, async_op=True)
@@ -133,7 +140,7 @@ class Ranks:
             for row in rows[1:]:
                 shard.add_(row)
 
-        return Work(work, keep=(whole, parts), then=add)
+        return Work(work, keep=(whole, parts), then=add, meter=self.meter, label="reduce-scatter")
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on each."""
@@ -182,10 +189,21 @@ def _control_group(group: "dist.ProcessGroup") -> "dist.ProcessGroup":
 class Work:
     """A collective in flight. It owns the buffers until ``wait``."""
 
-    def __init__(self, work: Any, keep: tuple[torch.Tensor, ...] = (), then: Any = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        keep: tuple[torch.Tensor, ...] = (),
+        then: Any = None,
+        *,
+        meter: LinkMeter | None = None,
+        label: str = "",
+    ) -> None:
         self._work = work
         self._keep = keep
         self._then = then
+        self._meter = meter
+        self._label = label
+        self._start = time.monotonic()
 
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
@@ -198,6 +216,9 @@ class Work:
         if self._then is not None:
             self._then()
             self._then = None
+        if self._meter is not None:
+            self._meter.add(sum(tensor.nbytes for tensor in self._keep[:1]))
+            self._meter.busy(self._label, self._start, time.monotonic())
         self._keep = ()
 
 

@@ -32,6 +32,8 @@ class Gradient:
         self.group = group
         self.dtype = dtype
         """What it travels over the ranks in."""
+        self.passes = 0
+        """Reductions since the last step."""
         self.arrived: set[int] = set()
         """Parameters whose gradient is in the flat buffer and not yet reduced."""
         self.present: set[int] = set()
@@ -126,6 +128,7 @@ class Gradient:
         """
         self.finish_reduce()
         self.present |= present
+        self.passes += 1
         if contribute:
             flat = self._flat_for_writing()
             self._clear_rest(flat)
@@ -201,6 +204,7 @@ class Gradient:
             self.finish_reduce()
         self.arrived.clear()
         self.present.clear()
+        self.passes = 0
         self.value = self.stored = self.square_sum = self._landing = self._lost = None
         if self._value_block is not None and self._value_block is not self._landing_block:
             self._tiers.free(self._value_block)

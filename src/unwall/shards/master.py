@@ -36,14 +36,18 @@ def write_master(group: Group, start: int, values: torch.Tensor) -> None:
     target.copy_(values)
 
 
-def read_master(group: Group) -> torch.Tensor:
-    """The owned run in full precision: fp32, or the parameters' own dtype where that is the master."""
+def read_master(group: Group, device: torch.device | None = None) -> torch.Tensor:
+    """The owned run in full precision: fp32, or the parameters' own dtype where that is the master.
+
+    ``device``: where it will be needed. A split master crosses a link in halves and is joined there."""
     if group.has_state(MASTER):
         return group.state(MASTER, torch.float32, write=False)
     half = group.own_param_for(write=False)
     if not group.has_state(REMAINDER):
         return half
     remainder = group.state(REMAINDER, torch.int16, write=False)
+    if device is not None and device.type != "cpu":
+        return join(half.to(device), remainder.to(device))
     if half.device.type != "cpu":
         return join(half, remainder)
     whole = torch.empty(half.numel(), dtype=torch.float32)

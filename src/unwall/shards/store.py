@@ -53,6 +53,7 @@ class Store:
         self.numel = numel
         self.label = label
         self.group = group
+        self.pinned = pinned
         self.block: Block = tiers.zeros(tier, numel, dtype, label, pinned=pinned)
         self._tiers = tiers
         self._staging = staging

@@ -78,6 +78,12 @@ def available_bytes() -> int:
     return max(0, found)
 
 
+def spare_bytes(ledger: Ledger) -> int:
+    """What the host could hold beyond what is needed: what the budget leaves or, without one, all but a fifth of the memory."""
+    free = ledger.free_bytes
+    return free if free is not None else max(0, available_bytes() - _meminfo_bytes("MemTotal") // 5)
+
+
 def _meminfo_bytes(field: str) -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith(f"{field}:"):

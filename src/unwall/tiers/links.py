@@ -11,7 +11,7 @@ from unwall.tiers.device import DeviceTier
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.host import HostTier
 from unwall.tiers.ledger import TierName
-from unwall.tiers.meter import LinkMeter
+from unwall.tiers.meter import DeviceClock, LinkMeter, Timeline
 from unwall.tiers.ring import BounceRing
 from unwall.tiers.sizes import ALIGNMENT
 from unwall.tiers.stager import Stager
@@ -41,8 +41,10 @@ class Links:
         self.host = host
         self.disk = disk
         self._ring_shape = (ring_slots, ring_slot_bytes)
-        self.meters = {(a, b): LinkMeter(f"{a}>{b}") for a in _TIERS for b in _TIERS}
+        self.timeline = Timeline()
+        self.meters = {(a, b): LinkMeter(f"{a}>{b}", self.timeline) for a in _TIERS for b in _TIERS}
         self._on_accelerator = device.device.type != "cpu"
+        self.clock = DeviceClock(device.device) if device.device.type == "cuda" else None
         self._lock = threading.Lock()
         self._pools: dict[tuple[TierName, TierName], WorkerPool] = {}
         self._streams: dict[tuple[TierName, TierName], torch.cuda.Stream] = {}
@@ -59,13 +61,13 @@ class Links:
         self._check(source, target)
         ready = self._ready(source, target)
         ends = (source.block.tier, target.block.tier)
-        if "disk" in ends and "host" not in ends:
-            ticket = self._stager(*ends).copy(source, target, lambda a, b: self._direct(a, b, ready))
-        else:
-            ticket = self._direct(source, target, ready)
-        meter = self.meters[ends]
-        meter.add(source.nbytes)
-        return Metered(ticket, meter, label or source.block.label or target.block.label)
+        label = label or source.block.label or target.block.label
+        with torch.profiler.record_function(f"unwall {ends[0]}>{ends[1]} {label}"):
+            if "disk" not in ends or "host" in ends:
+                return Metered(self._direct(source, target, ready, label), self.meters[ends], label)
+            ticket = self._stager(*ends).copy(source, target, lambda a, b: self._direct(a, b, ready, label))
+            slow: tuple[TierName, TierName] = ("disk", "host") if ends[0] == "disk" else ("host", "disk")
+            return Metered(ticket, self.meters[slow], label)
 
     def pool(self, source: TierName, target: TierName) -> WorkerPool:
         """The workers that copy in this direction where there is no accelerator (one thread each)."""
@@ -130,29 +132,44 @@ class Links:
         event.record(torch.cuda.current_stream(self.device.device))
         return event
 
-    def _direct(self, source: Region, target: Region, ready: "torch.cuda.Event | None") -> Ticket:
+    def _direct(self, source: Region, target: Region, ready: "torch.cuda.Event | None", label: str) -> Ticket:
         """A copy in one hop: between memories, or between host and disk."""
+        meter = self.meters[source.block.tier, target.block.tier]
         if isinstance(source.block, DiskBlock):
             assert self.disk is not None
             into = _memory(target)
-            return Joined(self.disk.read(source.block, source.offset, into.data_ptr(), source.nbytes, keep=into))
-        if isinstance(target.block, DiskBlock):
+            parts = self.disk.read(source.block, source.offset, into.data_ptr(), source.nbytes, keep=into)
+        elif isinstance(target.block, DiskBlock):
             assert self.disk is not None
             out_of = _memory(source)
-            return Joined(self.disk.write(target.block, target.offset, out_of.data_ptr(), source.nbytes, keep=out_of))
-        return self._memory_to_memory(source, target, ready)
+            parts = self.disk.write(target.block, target.offset, out_of.data_ptr(), source.nbytes, keep=out_of)
+        else:
+            ticket = self._memory_to_memory(source, target, ready, meter, label)
+            meter.add(source.nbytes)
+            return ticket
+        meter.add(source.nbytes)
+        for part in parts:
+            meter.watch(part, label)
+        return Joined(parts)
 
-    def _memory_to_memory(self, source: Region, target: Region, ready: "torch.cuda.Event | None") -> Ticket:
+    def _memory_to_memory(
+        self, source: Region, target: Region, ready: "torch.cuda.Event | None", meter: LinkMeter, label: str
+    ) -> Ticket:
         ends = (source.block.tier, target.block.tier)
         origin, goal = _memory(source), _memory(target)
         if ready is None:
-            return self.pool(*ends).copy(goal.data_ptr(), origin.data_ptr(), source.nbytes, keep=(origin, goal))
+            ticket = self.pool(*ends).copy(goal.data_ptr(), origin.data_ptr(), source.nbytes, keep=(origin, goal))
+            meter.watch(ticket, label)
+            return ticket
+        assert self.clock is not None
         stream = self.stream(*ends)
         stream.wait_event(ready)
         with torch.cuda.stream(stream):
+            start, event = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
             goal.copy_(origin, non_blocking=True)
-            event = torch.cuda.Event()
             event.record(stream)
+        meter.watch_events(start, event, label, self.clock)
         # The allocator must not hand this memory out again before the copy is through.
         for tensor in (origin, goal):
             if tensor.is_cuda:

@@ -8,6 +8,7 @@ from unwall.tiers.disk import DiskTier
 from unwall.tiers.host import HostTier
 from unwall.tiers.ledger import Ledger, TierName
 from unwall.tiers.links import RING_SLOT_BYTES, Links
+from unwall.tiers.meter import LinkMeter
 from unwall.tiers.ring import BounceRing
 from unwall.tiers.sizes import ALIGNMENT
 
@@ -33,6 +34,8 @@ class Tiers:
         self.host = host
         self.disk = disk
         self.links = Links(device, host, disk, ring_slot_bytes=ring_slot_bytes)
+        self.updates = LinkMeter("update", self.links.timeline)
+        """Counts the host's own work on states: bytes read and written by updates."""
         self.chunk_elements = chunk_elements
         self.chunks = BounceRing(host, chunks, chunk_bytes)
 

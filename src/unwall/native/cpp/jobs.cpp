@@ -1,8 +1,4 @@
 // The submit functions of the pool: check the arguments, cut the range into chunks, hand both to the workers.
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -81,24 +77,6 @@ struct After {
   int32_t count;
 };
 
-void stream_copy(char* dst, const char* src, int64_t bytes) {
-#if defined(__SSE2__)
-  int64_t head = std::min<int64_t>(bytes, -reinterpret_cast<intptr_t>(dst) & 63);  // to the next line of `dst`
-  std::memcpy(dst, src, head);
-  int64_t i = head;
-  for (; i + 64 <= bytes; i += 64) {
-    for (int part = 0; part < 64; part += 16) {
-      __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i + part));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(dst + i + part), value);
-    }
-  }
-  std::memcpy(dst + i, src + i, bytes - i);
-  _mm_sfence();  // streamed stores are not ordered with what tells others that the chunk has ended
-#else
-  std::memcpy(dst, src, bytes);
-#endif
-}
-
 // Runs body(begin, count) for each chunk of [0, n); an element moves `traffic_bytes`.
 template <class Body>
 uw_ticket submit(uw_pool* handle, int64_t n, int64_t chunk, int64_t traffic_bytes, Body body, std::function<uw_error()> end,
@@ -159,6 +137,55 @@ bool check_adamw(const uw_adamw_args& args, uw_error* err) {
   return refuse(err, make_error(EINVAL, "betas are %g and %g, expected 0 <= beta < 1", args.beta1, args.beta2));
 }
 
+struct Range {
+  const char* name;
+  const void* begin;
+  int64_t bytes;
+};
+
+bool overlap(const Range& left, const Range& right) {
+  auto left_begin = reinterpret_cast<uintptr_t>(left.begin), right_begin = reinterpret_cast<uintptr_t>(right.begin);
+  if (left_begin == 0 || right_begin == 0) return false;
+  return left_begin < right_begin + right.bytes && right_begin < left_begin + left.bytes;
+}
+
+// All outputs that apply or none, and none of them where it destroys what is yet to be read or has just been written.
+bool check_adamw_out(const uw_adamw_args& args, uw_error* err) {
+  bool any = args.out_param != nullptr || args.out_remainder != nullptr || args.out_exp_avg != nullptr ||
+             args.out_exp_avg_sq != nullptr;
+  if (!any || args.n == 0) return true;
+  int64_t n = args.n, param_bytes = args.master == UW_MASTER_SPLIT ? 2 * n : 4 * n;
+  constexpr int REPLACED = 4, ALL = 5;  // the first four outputs each replace the input beside them
+  const Range in[ALL] = {{"param", args.param, param_bytes},
+                         {"remainder", args.remainder, 2 * n},
+                         {"exp_avg", args.exp_avg, 4 * n},
+                         {"exp_avg_sq", args.exp_avg_sq, 4 * n},
+                         {"grad", args.grad, n * size_of(args.grad_dtype)}};
+  const Range out[ALL] = {{"out_param", args.out_param, param_bytes},
+                          {"out_remainder", args.out_remainder, 2 * n},
+                          {"out_exp_avg", args.out_exp_avg, 4 * n},
+                          {"out_exp_avg_sq", args.out_exp_avg_sq, 4 * n},
+                          {"copy", args.copy, 2 * n}};
+  for (int i = 0; i < REPLACED; ++i) {
+    if ((in[i].begin == nullptr) == (out[i].begin == nullptr)) continue;
+    const char* fault = out[i].begin == nullptr ? "`%s` is null: an update out of place needs every output, one in place none"
+                                                : "`%s` is given, but a float32 master has no remainder";
+    return refuse(err, make_error(EINVAL, fault, out[i].name));
+  }
+  for (int i = 0; i < ALL; ++i) {
+    for (int j = 0; j < ALL; ++j) {
+      bool itself = i == j && i < REPLACED && in[j].begin == out[i].begin;
+      if (!itself && overlap(out[i], in[j])) {
+        return refuse(err, make_error(EINVAL, "`%s` overlaps `%s`", out[i].name, in[j].name));
+      }
+      if (j < i && overlap(out[i], out[j])) {
+        return refuse(err, make_error(EINVAL, "`%s` overlaps `%s`", out[i].name, out[j].name));
+      }
+    }
+  }
+  return true;
+}
+
 AdamWConstants constants_of(const uw_adamw_args& args) {
   double lr = args.lr, beta1 = args.beta1, beta2 = args.beta2;
   double step = static_cast<double>(args.step);
@@ -182,7 +209,8 @@ AdamWVariant variant_of(const uw_adamw_args& args) {
 }
 
 uw_ticket submit_adamw(uw_pool* pool, const uw_adamw_args& args, After after, uw_error* err) {
-  auto kernel = kernels().adamw[args.grad_dtype][variant_of(args)];
+  const auto& table = args.out_param == nullptr ? kernels().adamw : kernels().adamw_out;
+  auto kernel = table[args.grad_dtype][variant_of(args)];
   int64_t param_bytes = args.master == UW_MASTER_SPLIT ? 2 : 4;
   auto body = [args, kernel, param_bytes, constants = constants_of(args)](int64_t begin, int64_t count) {
     AdamWSpan span = {moved(args.param, begin * param_bytes),
@@ -191,6 +219,10 @@ uw_ticket submit_adamw(uw_pool* pool, const uw_adamw_args& args, After after, uw
                       args.exp_avg + begin,
                       args.exp_avg_sq + begin,
                       moved(args.grad, begin * size_of(args.grad_dtype)),
+                      moved(args.out_param, begin * param_bytes),
+                      moved(args.out_remainder, begin * 2),
+                      moved(args.out_exp_avg, begin * 4),
+                      moved(args.out_exp_avg_sq, begin * 4),
                       count};
     kernel(span, constants);
   };
@@ -222,7 +254,7 @@ int uw_isa_select(const char* name) {
 }
 
 uw_ticket uw_adamw(uw_pool* pool, const uw_adamw_args* args, const uw_ticket* after, int32_t n_after, uw_error* err) {
-  if (!check_pointer(args, "args", 1, err) || !check_adamw(*args, err)) return 0;
+  if (!check_pointer(args, "args", 1, err) || !check_adamw(*args, err) || !check_adamw_out(*args, err)) return 0;
   return guarded(err, [&] { return submit_adamw(pool, *args, {after, n_after}, err); });
 }
 
@@ -300,6 +332,7 @@ uw_ticket uw_copy(uw_pool* pool, void* dst, const void* src, int64_t bytes, cons
                   uw_error* err) {
   if (!check_count(bytes, err) || !check_pointer(dst, "dst", bytes, err) || !check_pointer(src, "src", bytes, err)) return 0;
   return guarded(err, [&] {
+    auto stream_copy = kernels().stream_copy;
     auto body = [=](int64_t begin, int64_t count) {
       char* to = static_cast<char*>(dst) + begin;
       const char* from = static_cast<const char*>(src) + begin;

@@ -25,6 +25,10 @@ struct AdamWSpan {
   float* exp_avg;
   float* exp_avg_sq;
   const void* grad;
+  void* out_param;  // the outputs are for the kernels out of place alone
+  int16_t* out_remainder;
+  float* out_exp_avg;
+  float* out_exp_avg_sq;
   int64_t n;
 };
 
@@ -39,11 +43,13 @@ constexpr int DTYPES = 3;  // uw_dtype counts from 0
 struct Kernels {
   const char* name;
   void (*adamw[DTYPES][ADAMW_VARIANTS])(const AdamWSpan& span, const AdamWConstants& constants);  // [gradient][variant]
+  void (*adamw_out[DTYPES][ADAMW_VARIANTS])(const AdamWSpan& span, const AdamWConstants& constants);
   SquareSum (*sum_squares[DTYPES])(const void* src, int64_t n);
   void (*accumulate[DTYPES])(float* dst, const void* src, int64_t n);
   void (*cast[DTYPES][DTYPES])(void* dst, const void* src, int64_t n);  // [to][from]
   void (*split)(void* half, int16_t* remainder, const float* src, int64_t n);
   void (*join)(float* dst, const void* half, const int16_t* remainder, int64_t n);
+  void (*stream_copy)(void* dst, const void* src, int64_t bytes);  // past the cache
 };
 
 const Kernels& baseline_kernels();

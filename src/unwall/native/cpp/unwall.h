@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define UW_API __attribute__((visibility("default")))
-#define UW_ABI_VERSION 1
+#define UW_ABI_VERSION 2
 
 typedef uint64_t uw_ticket;
 
@@ -69,6 +69,13 @@ typedef struct uw_adamw_args {
   float* exp_avg;      // float[n]
   float* exp_avg_sq;   // float[n]
   const void* grad;    // n elements of grad_dtype
+  // Out of place: the new values go here, written past the cache, and the old ones above stay as they are. All null: in
+  // place. Otherwise each array above that is given needs its output, and an output overlaps nothing, except that it may be
+  // the very array that it replaces. (`copy` is an output in both cases, and out of place it overlaps nothing either.)
+  void* out_param;
+  int16_t* out_remainder;
+  float* out_exp_avg;
+  float* out_exp_avg_sq;
   int64_t n;
   int32_t master;      // uw_master
   int32_t grad_dtype;  // uw_dtype

@@ -1,0 +1,1 @@
+"""Pictures and traces of what a sharded model did."""
