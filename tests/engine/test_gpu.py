@@ -162,3 +162,86 @@ def test_wrap_and_init():
             stepper.step()
             stepper.zero_grad()
     assert distance(model.state_dict(), plain.state_dict()) < 1e-5
+
+
+class Tower(nn.Module):
+    """Nothing in it adds in an order that changes from run to run, so bits can be compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def train_tower(plan, clip=None, passes=1, scale=1.0, **options):
+    torch.manual_seed(0)
+    model = Tower()
+    unwall.shard(model, Plan(**plan))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-3, max_grad_norm=clip, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(8):
+        for _ in range(passes):
+            x = torch.randn(64, WIDTH, generator=generator).cuda()
+            (model(x).float().square().mean() * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = optimizer.state_dict()["state"]
+    moments = {f"{number}.{name}": value for number, entry in states.items() for name, value in entry.items()}
+    return {**model.state_dict(), **moments}, unwall.stats(model)
+
+
+@pytest.mark.parametrize(("clip", "passes"), [(None, 1), (0.05, 1), (1e6, 1), (0.05, 3)])
+def test_host_and_disk_placements_give_the_same_bits(clip, passes, tmp_path, monkeypatch):
+    from unwall.optim import early
+
+    monkeypatch.setattr(early, "CLIP_MEMORY", 2)
+    host = {"params": "host", "optimizer": "host"}
+    disk = {"params": "disk", "optimizer": "disk", "disk": tmp_path}
+    expected, _ = train_tower({**host, "host_bytes": "1GiB"}, clip, passes)
+    plans = [
+        {**host, "device_bytes": "8MiB"},
+        disk,
+        {**disk, "params": "host"},
+        {**disk, "params": "device"},
+        {**disk, "grads": "disk"},
+        {**disk, "device_bytes": "8MiB"},
+    ]
+    for plan in plans:
+        got, stats = train_tower(plan, clip, passes)
+        assert [name for name in expected if not torch.equal(expected[name], got[name])] == [], plan
+        for tier in stats.tiers.values():
+            assert tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes
+    if clip is None and passes == 1:
+        for plan in (host, disk):
+            got, _ = train_tower(plan, update_in_backward=True)
+            assert all(torch.equal(expected[name], got[name]) for name in expected), plan
+
+
+def test_updates_ahead_of_the_step_are_committed_on_an_accelerator(monkeypatch):
+    from unwall.optim import early
+
+    host = {"params": "host", "optimizer": "host"}
+    expected, _ = train_tower(host)
+    monkeypatch.setattr(early, "CLIP_MEMORY", 2)
+    got, stats = train_tower(host, clip=1e6)
+    assert stats.speculated.committed > 0
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_profile_has_device_lanes(tmp_path):
+    model = Tower()
+    unwall.shard(model, Plan(params="host", optimizer="disk", disk=tmp_path))
+    optimizer = unwall.AdamW(model.parameters())
+    with unwall.profile(model) as profile:
+        for _ in range(2):
+            model(torch.randn(64, WIDTH).cuda()).float().square().mean().backward()
+            optimizer.step()
+    lanes = {span.lane for span in profile.spans}
+    assert {"compute", "host>device", "device>host", "update", "disk>host", "host>disk"} <= lanes
+    assert all(span.start <= span.end for span in profile.spans)
