@@ -193,3 +193,32 @@ def test_update_in_backward_cannot_clip():
     unwall.shard(model, Plan(**HOST))
     with pytest.raises(ValueError, match="cannot clip"):
         unwall.AdamW(model.parameters(), max_grad_norm=1.0, update_in_backward=True)
+
+
+def on_ranks(stage, folder):
+    """Each rank's own outcome on the host against everything on the device: names of what differs."""
+    early.CLIP_MEMORY = 2
+    wrong = []
+    disk = {"params": "disk", "optimizer": "disk", "disk": folder}
+    cases = [
+        ({**HOST, "stage": stage}, {}),
+        ({**HOST, "stage": stage}, {"max_grad_norm": 1e6}),
+        ({**HOST, "stage": stage}, {"update_in_backward": True}),
+        ({**disk, "stage": stage}, {"update_in_backward": True}),
+    ]
+    for plan, options in cases:
+        results = []
+        for place in ({"params": "device", "optimizer": "device", "stage": stage}, plan):
+            model, optimizer = start(place, **(options if place is plan else {}))
+            steps(model, optimizer, 5)
+            results.append(outcome(model, optimizer))
+            stats = unwall.stats(model)
+        wrong += [f"{options} {name}" for name in results[0] if not torch.equal(results[0][name], results[1][name])]
+        if not options and not stats.speculated.committed:
+            wrong.append("nothing was speculated")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_updates_ahead_on_two_ranks(ranks, stage, tmp_path):
+    assert ranks(2).run(on_ranks, stage, str(tmp_path)) == [[], []]
