@@ -28,7 +28,7 @@ from rich.table import Table
 
 from unwall.native.disk import DiskEngine, DiskFile, has_uring
 from unwall.native.memory import HostMemory
-from unwall.native.pool import AdamWStep, DType, WorkerPool, isa
+from unwall.native.pool import AdamWOut, AdamWStep, DType, WorkerPool, isa
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -97,6 +97,17 @@ def torch_step(n: int, grad: torch.Tensor, pool: WorkerPool) -> Callable[[], Non
     return run
 
 
+def interleaved(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side, round by round."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, run in sides.items():
+            took = seconds(run)
+            if turn > 0:  # the first round brings pages and threads in
+                times[name].append(took)
+    return times
+
+
 def bench_adamw(threads: int, rounds: int = 15) -> list[Row]:
     torch.set_num_threads(threads)
     n = ADAMW_NUMEL
@@ -106,27 +117,32 @@ def bench_adamw(threads: int, rounds: int = 15) -> list[Row]:
         exp_avg, exp_avg_sq = tensor(n, torch.float32, pool), tensor(n, torch.float32, pool)
         source, target = tensor(n, torch.float32, pool), tensor(n, torch.float32, pool)
         state = [part.data_ptr() for part in (half, exp_avg, exp_avg_sq, grad)]
+        fresh = [tensor(n, part.dtype, pool) for part in (half, exp_avg, exp_avg_sq, rest)]
+        elsewhere = AdamWOut(*[part.data_ptr() for part in fresh])
         step = AdamWStep(lr=1e-3, weight_decay=0.01, step=10)
+
+        def update(out: AdamWOut | None = None) -> None:
+            pool.adamw(*state, n, step, grad_dtype=DType.BF16, remainder=rest.data_ptr(), out=out).wait()
+
         sides = {
-            "ours": lambda: pool.adamw(*state, n, step, grad_dtype=DType.BF16, remainder=rest.data_ptr()).wait(),
+            "ours": update,
             "torch": torch_step(n, grad, pool),
             "copy": lambda: pool.copy(target.data_ptr(), source.data_ptr(), 4 * n).wait(),
             "torch copy": lambda: target.copy_(source),
         }
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range(rounds + 1):
-            for name, run in sides.items():
-                took = seconds(run)
-                if turn > 0:  # the first round brings pages and threads in
-                    times[name].append(took)
+        times = interleaved(sides, rounds)
+        # Without torch in the round: its threads still spin while the side after it runs.
+        forms = interleaved({"in": update, "out": lambda: update(elsewhere)}, rounds)
     ours = [n / took / 1e9 for took in times["ours"]]
     other = [n / took / 1e9 for took in times["torch"]]
     rates = {name: [8 * n / took / 1e9 for took in times[name]] for name in ("copy", "torch copy")}
     best_copy = max(rates, key=lambda name: statistics.median(rates[name]))
+    out_rates, in_rates = ([n / took / 1e9 for took in forms[name]] for name in ("out", "in"))
     traffic = [ADAMW_BYTES * n / took / 1e9 for took in times["ours"]]
     return [
         compare("AdamW split, bf16 grad / torch fused + casts", 1.3, "Gelem/s", ours, other),
         compare(f"AdamW split traffic / {best_copy}", 0.8, "GB/s", traffic, rates[best_copy]),
+        compare("AdamW split out of place / in place", 0.9, "Gelem/s", out_rates, in_rates),
     ]
 
 
