@@ -1,10 +1,8 @@
-"""The reference workload: a Llama-shaped decoder in plain PyTorch, its FLOPs, and how a step is timed."""
+"""The reference workload: a Llama-shaped decoder in plain PyTorch, its first weights and its tokens."""
 
-import resource
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,51 +10,66 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from bench.shapes import Shape
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder."""
-
-    hidden: int
-    layers: int
-    ffn: int
-    heads: int
-    vocab: int
-
-    @property
-    def params(self) -> int:
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.ffn + 2 * self.hidden
-        return self.layers * block + 2 * self.vocab * self.hidden + self.hidden
-
-    def flops(self, batch: int, seq: int) -> float:
-        """Model FLOPs of one step: 6 per weight and token, and causal attention; recomputation is not counted."""
-        dense = self.layers * (4 * self.hidden**2 + 3 * self.hidden * self.ffn) + self.vocab * self.hidden
-        return 6.0 * dense * batch * seq + 6.0 * self.layers * self.hidden * seq * seq * batch
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+"""Given to every engine in full, because their defaults differ."""
+COMPUTE_DTYPE = torch.bfloat16
 
 
-SHAPES = {
-    "tiny": Shape(64, 4, 176, 4, 512),
-    "50m": Shape(512, 8, 1408, 8, 16000),
-    "125m": Shape(768, 12, 2048, 12, 32000),
-    "1b": Shape(2048, 22, 5632, 16, 32000),
-    "3b": Shape(3200, 26, 8640, 32, 32000),
-    "7b": Shape(4096, 32, 11008, 32, 32000),
-    "13b": Shape(5120, 40, 13824, 40, 32000),
-    "20b": Shape(6144, 44, 16384, 48, 32000),
-}
+def initial(name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The first value of a parameter, whole, in bf16: it depends on the name, the shape and the kind of device alone.
+
+    [Note: first weights] Engines build a model in different orders and some hold one part of it, so the seed belongs to the
+    name, not to the position. bf16, because some engines make their fp32 master from a bf16 parameter: so all masters are
+    equal at first.
+    """
+    if len(shape) < 2:
+        return torch.ones(shape, device=device, dtype=COMPUTE_DTYPE)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    # Not torch.randn or torch.empty: DeepSpeed replaces those while it builds a model, and would draw other values.
+    return torch.normal(0.0, 0.02, tuple(shape), generator=generator, device=device, dtype=torch.float32).to(COMPUTE_DTYPE)
+
+
+class Linear(nn.Linear):
+    """Filled by its constructor with the values of its name, so that whatever watches constructors sees the right ones."""
+
+    def __init__(self, inputs: int, outputs: int, name: str) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        _fill_parameter(self.weight, name)
+
+    def reset_parameters(self) -> None:
+        """Nothing: torch's own values would be drawn only to be overwritten."""
+
+
+class Embedding(nn.Embedding):
+    """As ``Linear``."""
+
+    def __init__(self, count: int, width: int, name: str) -> None:
+        super().__init__(count, width)
+        _fill_parameter(self.weight, name)
+
+    def reset_parameters(self) -> None:
+        """Nothing, as in ``Linear``."""
+
+
+def _fill_parameter(param: torch.Tensor, name: str) -> None:
+    if not param.is_meta:
+        with torch.no_grad():
+            param.copy_(initial(f"{name}.weight", param.shape, param.device))
 
 
 class Block(nn.Module):
     """Attention and a gated feed-forward, each behind a norm."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, name: str) -> None:
         super().__init__()
         width, inner = shape.hidden, shape.ffn
         self.heads = shape.heads
         self.attention_norm, self.ffn_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
+        self.qkv, self.out = Linear(width, 3 * width, f"{name}.qkv"), Linear(width, width, f"{name}.out")
+        self.gate, self.up = Linear(width, inner, f"{name}.gate"), Linear(width, inner, f"{name}.up")
+        self.down = Linear(inner, width, f"{name}.down")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # x: batch, time, width
         batch, length, width = x.shape
@@ -64,25 +77,25 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         y = self.ffn_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        inner: torch.Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + inner
 
 
 class Decoder(nn.Module):
     """Recomputes each block in backward; the vocabulary's logits exist for one sample at a time."""
 
-    def __init__(self, shape: Shape, recompute: bool = True) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.recompute = recompute
-        self.embed = nn.Embedding(shape.vocab, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm, self.head = nn.RMSNorm(shape.hidden), nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.embed = Embedding(shape.vocab, shape.hidden, "embed")
+        self.blocks = nn.ModuleList(Block(shape, f"blocks.{index}") for index in range(shape.layers))
+        self.norm, self.head = nn.RMSNorm(shape.hidden), Linear(shape.hidden, shape.vocab, "head")
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            x = checkpoint(block, x, use_reentrant=False)
         x = self.norm(x)
-        loss = x.new_zeros((), dtype=torch.float32)
+        loss: torch.Tensor = x.new_zeros((), dtype=torch.float32)
         for row, target in zip(x.split(1), labels.split(1), strict=True):
             loss = loss + checkpoint(self._loss, row, target, use_reentrant=False)
         return loss / len(ids)
@@ -91,59 +104,27 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), target.flatten())
 
 
-def init_weights(model: nn.Module) -> None:
-    """The values every engine starts from: drawn whole, parameter by parameter, from one seed on the parameter's device."""
-    torch.manual_seed(0)
+def build(shape: Shape, device: torch.device | str) -> Decoder:
+    """The model with its first weights in fp32; on ``"meta"`` without any."""
+    with torch.device(device):
+        return Decoder(shape)
+
+
+def fill(model: nn.Module, device: torch.device) -> None:
+    """The first weights for a model that was built on meta and made real since, cut or not. They are drawn on ``device``."""
     with torch.no_grad():
-        for param in model.parameters():
-            whole = torch.empty(param.shape, device=param.device)
-            nn.init.normal_(whole, std=0.02) if param.dim() > 1 else nn.init.ones_(whole)
+        for name, param in model.named_parameters():
+            value = initial(name, param.shape, device)
             if isinstance(param, DTensor):
-                whole = distribute_tensor(whole, param.device_mesh, param.placements)
-            param.copy_(whole)
+                # Every rank draws the whole value and keeps its part: nothing is sent.
+                value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None).to_local()
+                param.to_local().copy_(value)
+            else:
+                param.copy_(value)
 
 
-def init_whole(model: nn.Module, full_params: Callable[..., AbstractContextManager[None]]) -> None:
-    """The same values for a sharded model, one module at a time."""
-    torch.manual_seed(0)
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if own:
-            with full_params(module, write=True), torch.no_grad():
-                for param in own:
-                    nn.init.normal_(param, std=0.02) if param.dim() > 1 else nn.init.ones_(param)
-
-
-def batch_of(shape: Shape, batch: int, seq: int, device: torch.device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(shape: Shape, batch: int, seq: int, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and the tokens that follow them. Every step trains on the same ones."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, shape.vocab, (batch, seq + 1), generator=generator).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-@dataclass
-class Timing:
-    """What a run of steps took."""
-
-    step_s: float
-    """Median."""
-    first_s: float
-    losses: list[float]
-    device_gib: float
-    host_gib: float
-
-
-def time_steps(step: Callable[[], torch.Tensor], steps: int, warm: int, device: torch.device) -> Timing:
-    """``step()`` gives the loss. Each step is timed to its end on the device."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    losses, times = [], []
-    for _ in range(warm + steps):
-        wait()
-        start = time.perf_counter()
-        loss = step()
-        wait()
-        times.append(time.perf_counter() - start)
-        losses.append(float(loss))
-    timed = sorted(times[warm:])
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Timing(timed[len(timed) // 2], times[0], losses, peak, rss)

@@ -1,0 +1,61 @@
+"""The lower bound of a step: each resource's least work over its measured speed, all of them overlapped.
+
+Simple on purpose. What it leaves out (an update that must wait for the norm, activations, collectives, the order of things)
+makes it too low, so the percentages do not flatter.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.shapes import SHAPES
+
+UPDATE_BYTES = 26
+"""Host memory that AdamW on a split master reads and writes, a parameter: gradient 2, bf16 half 4, remainder 4, moments 16."""
+STATE_BYTES = 14
+"""A parameter with its states at their smallest: bf16 2, remainder 2, moments 8, gradient 2."""
+FETCH_BYTES = 4
+"""To the device, a parameter: its bf16 value for forward and again for backward."""
+DRAIN_BYTES = 2
+"""From the device, a parameter: its bf16 gradient."""
+
+TEXT = f"""\
+Lower bound of a step: the longest of *compute* (model FLOPs at the best rate that an engine with everything on the device
+reached in the same run), *host update* ({UPDATE_BYTES} bytes a parameter at the measured host memory bandwidth), *link*
+({FETCH_BYTES} bytes a parameter to the device, {DRAIN_BYTES} back, both ways at once) and *disk* (what of {STATE_BYTES} bytes a
+parameter did not fit into the host and device memory the engine used, read once and written once a step). Host update and
+link count where the optimizer's state is on the host or the disk; `auto` is held against compute alone."""
+
+
+def bound_seconds(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], probe: Mapping[str, float]) -> dict[str, float]:
+    """The terms by name, for a finished row of a run. Empty: no engine of the run was resident, or a speed was not measured."""
+    rate = best_resident_flops(rows)
+    if rate is None:
+        return {}
+    shape, world = SHAPES[row["shape"]], row["world"]
+    terms = {"compute": world * shape.flops(row["batch"], row["seq"]) / rate}
+    if row["tier"] not in ("host", "disk"):
+        return terms
+    if "host_bytes_per_s" not in probe:
+        return {}
+    terms["host update"] = UPDATE_BYTES * shape.params / probe["host_bytes_per_s"]
+    if "host_to_device_bytes_per_s" in probe:  # ranks have a link each and 1/N of the states
+        fetch = FETCH_BYTES * shape.params / world / probe["host_to_device_bytes_per_s"]
+        drain = DRAIN_BYTES * shape.params / world / probe["device_to_host_bytes_per_s"]
+        terms["link"] = max(fetch, drain)
+    if row["tier"] == "disk":
+        if "disk_read_bytes_per_s" not in probe:
+            return {}
+        held = row["host_peak_bytes"] + world * row.get("device_peak_bytes", 0)
+        spilled = max(0, STATE_BYTES * shape.params - held)
+        terms["disk"] = spilled / probe["disk_read_bytes_per_s"] + spilled / probe["disk_write_bytes_per_s"]
+    return terms
+
+
+def best_resident_flops(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Model FLOPs a second, of all ranks, of the fastest step among the run's resident engines."""
+    rates = [
+        row["world"] * SHAPES[row["shape"]].flops(row["batch"], row["seq"]) / min(row["times_s"])
+        for row in rows
+        if row["status"] == "ok" and row["tier"] == "device"
+    ]
+    return max(rates, default=None)

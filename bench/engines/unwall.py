@@ -1,0 +1,67 @@
+"""unwall. Options behind the name are fields of ``unwall.Plan``; those in ``_OPTIMIZER`` go to ``unwall.AdamW``."""
+
+from typing import Any
+
+import torch
+
+from bench.engines import Job, Running, require, version_of
+from bench.workload import ADAMW, build, initial
+
+_OPTIMIZER = ("update_in_backward",)
+
+
+def start(job: Job) -> Running:
+    unwall = require("unwall")
+    options = {name: _value(text) for name, text in job.options.items()}
+    extra: dict[str, Any] = {name: bool(options.pop(name)) for name in _OPTIMIZER if name in options}
+    if options.get("disk") == "scratch":
+        options["disk"] = job.scratch
+        if not {"device_bytes", "host_bytes", "params", "optimizer"} & options.keys():
+            options |= {"params": "disk", "optimizer": "disk"}  # with budgets: what they leave over goes to disk
+    model = build(job.shape, "meta")
+    unwall.shard(model, unwall.Plan(**options))
+    _fill(model)
+    optimizer = unwall.AdamW(model.parameters(), max_grad_norm=job.clip, **ADAMW, **extra)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(*job.data)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def written_bytes() -> int | None:
+        counted = [link.moved_bytes for name, link in unwall.stats(model).links.items() if name.endswith(">disk")]
+        return sum(counted) if counted else None  # no such link: the kernel's count is shown
+
+    return Running(step=step, version=version_of("unwall"), written_bytes=written_bytes, finish=lambda: _finish(model))
+
+
+def _fill(model: torch.nn.Module) -> None:
+    """The first weights, one module at a time."""
+    import unwall
+
+    names = {param: name for name, param in model.named_parameters()}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            with unwall.full_params(module, write=True), torch.no_grad():
+                for param in own:
+                    param.copy_(initial(names[param], param.shape, param.device))
+
+
+def _finish(model: torch.nn.Module) -> None:
+    """Every way of looking at a model waits for its update; this one is the cheapest."""
+    import unwall
+
+    unwall.stats(model)
+
+
+def _value(text: str) -> Any:
+    """An option as Python: a number, None, a torch dtype, or the text itself (sizes such as 9GiB stay text)."""
+    if text.lower() in ("none", "true", "false"):
+        return {"none": None, "true": True, "false": False}[text.lower()]
+    if text.isdecimal():
+        return int(text)
+    found = getattr(torch, text, None)
+    return found if isinstance(found, torch.dtype) else text
