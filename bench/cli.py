@@ -58,12 +58,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--docs", type=Path, help="a page made of all results in --out, or of those named by --report")
     parser.add_argument("--report", type=Path, nargs="+", help="runs nothing: shows these results")
     parser.add_argument("--scratch", type=Path, default=Path(), help="where the folder for disk tiers is made, then removed")
+    parser.add_argument("--profile", type=Path, help="a folder for the time line of each engine that can give one (one rank)")
     parser.add_argument("--logs", type=Path, help="keeps what the engines print")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     specs = [parse_spec(text) for text in options.engines]
+    if options.profile:
+        options.profile.mkdir(parents=True, exist_ok=True)
     described = machine.describe(options.commit)  # before the engines, so that its load is other people's
     with tempfile.TemporaryDirectory(prefix="bench-scratch-", dir=options.scratch) as folder:
         scratch = Path(folder)
@@ -99,7 +102,7 @@ def _measure(
             continue
         case = Case(
             shape=shape, batch=options.batch, seq=options.seq, steps=options.steps, warm=options.warm, world=options.world,
-            timeout_s=options.timeout,
+            timeout_s=options.timeout, profile=options.profile,
         )  # fmt: skip
         row = run_engine(spec, case, scratch / f"round{number}", options.logs or scratch / "logs")
         rounds.setdefault((shape, spec.text), []).append(row)

@@ -33,6 +33,8 @@ class Case:
     warm: int
     world: int
     timeout_s: float
+    profile: Path | None = None
+    """A folder for time lines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ def _run(spec: Spec, case: Case, scratch: Path, logs: Path) -> dict[str, Any]:
             sys.executable, "-m", "bench.worker", "--engine", spec.text, "--shape", case.shape, "--batch", str(case.batch),
             "--seq", str(case.seq), "--steps", str(case.steps), "--warm", str(case.warm), "--scratch", str(scratch),
             "--row", str(rows[rank]), "--started", str(time.monotonic()),
+            *(["--profile", str(case.profile / stem)] if case.profile else []),
         ])  # fmt: skip
     ended = watch(commands, environments, files, case.timeout_s)
     row = {"engine": spec.text, "clip": spec.clip, "tier": spec.engine.tier, "shape": case.shape, "batch": case.batch}

@@ -60,6 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=2, help="1 or more")
     parser.add_argument("--scratch", type=Path, default=Path("scratch"))
     parser.add_argument("--row", type=Path, help="a file for the row; engines write to the standard output too")
+    parser.add_argument("--profile", type=Path, help="a path without suffix for the time line of three more steps")
     parser.add_argument("--started", type=float, default=time.monotonic(), help="time.monotonic() when the process was started")
     return parser.parse_args()
 
@@ -79,6 +80,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     running = spec.engine.start(job)
     row = _time(running, options, device)
+    if options.profile and rank == 0 and world == 1:
+        running.profile(options.profile)
     if device.type == "cuda":
         row["device_peak_bytes"] = torch.cuda.max_memory_allocated(device)
         row["device_reserved_bytes"] = torch.cuda.max_memory_reserved(device)

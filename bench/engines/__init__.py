@@ -43,6 +43,8 @@ class Running:
     version: str
     written_bytes: Callable[[], int | None] = lambda: None
     """Bytes this rank wrote to disk so far, as counted by the engine. None: it does not count."""
+    profile: Callable[[Path], None] = lambda _: None
+    """Runs a few more steps and writes their time line beside the given path (``.svg`` and ``.json``), if the engine can."""
     finish: Callable[[], None] = lambda: None
     """Waits for what the last step left to run beside the next one."""
 

@@ -1,5 +1,6 @@
 """unwall. Options behind the name are fields of ``unwall.Plan``; those in ``_OPTIMIZER`` go to ``unwall.AdamW``."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,16 @@ def start(job: Job) -> Running:
         counted = [link.moved_bytes for name, link in unwall.stats(model).links.items() if name.endswith(">disk")]
         return sum(counted) if counted else None  # no such link: the kernel's count is shown
 
-    return Running(step=step, version=version_of("unwall"), written_bytes=written_bytes, finish=lambda: _finish(model))
+    def profile(path: Path) -> None:
+        with unwall.profile(model) as seen:
+            for _ in range(3):
+                step()
+        seen.save_picture(f"{path}.svg", f"{path.name}: three steps")  # not with_suffix: names have dots in them
+        seen.save_trace(f"{path}.json")
+
+    return Running(
+        step=step, version=version_of("unwall"), written_bytes=written_bytes, profile=profile, finish=lambda: _finish(model)
+    )
 
 
 def _fill(model: torch.nn.Module) -> None:

@@ -32,8 +32,18 @@ TINY = ("--shapes", "tiny", "--batch", 2, "--seq", 32, "--steps", 2, "--warm", 1
 @pytest.fixture(scope="module")
 def four_engines(tmp_path_factory):
     out = tmp_path_factory.mktemp("suite") / "out"
-    done = run_suite("--engines", "plain", "fsdp2", "unwall", "unwall-host:device_bytes=64MiB", *TINY, out=out)
+    engines = ("plain", "fsdp2", "unwall", "unwall-host:device_bytes=64MiB")
+    done = run_suite("--engines", *engines, *TINY, "--profile", out.parent / "lanes", out=out)
     return out, done
+
+
+def test_engines_that_can_give_a_time_line_do(four_engines):
+    lanes = four_engines[0].parent / "lanes"
+    assert {path.name for path in lanes.iterdir()} == {
+        f"{engine}.tiny.{suffix}" for engine in ("unwall", "unwall-host_device_bytes_64MiB") for suffix in ("svg", "json")
+    }
+    spans = json.loads((lanes / "unwall-host_device_bytes_64MiB.tiny.json").read_text())["traceEvents"]
+    assert {"compute", "host>device", "device>host", "update"} <= {span.get("cat") for span in spans}
 
 
 def test_engines_train_the_same_model(four_engines):
