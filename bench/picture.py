@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-_WIDTH, _LABEL, _BAR, _GAP, _HEAD = 900, 330, 18, 6, 34
+_WIDTH, _LABEL, _BAR, _GAP, _HEAD = 1100, 540, 18, 6, 34
 _OURS, _PEER, _FAILED = "#1f6feb", "#8c959f", "#b35900"
 
 
@@ -30,7 +30,7 @@ def draw(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _bar(row: Mapping[str, Any], top: int, most: float) -> list[str]:
-    name = row["engine"] if len(row["engine"]) < 52 else row["engine"][:50] + "…"
+    name = row["engine"] if len(row["engine"]) < 84 else row["engine"][:82] + "…"
     label = _text(_LABEL - 8, top + 13, name, anchor="end")
     if row["status"] != "ok":
         return [label, _text(_LABEL, top + 13, row["status"], fill=_FAILED)]
