@@ -4,6 +4,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +22,17 @@ from unwall.runtime.hooks import engine_of, install
 from unwall.runtime.init import Pager, Shelf, whole_value
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
-from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
+from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of, smallest
 from unwall.shards.collectives import Ranks
 from unwall.shards.placement import CHUNKS_IN_FLIGHT, Home, Sizes, chunk_bytes, chunk_elements, ring_slot_bytes
 from unwall.tiers.device import DeviceTier, default_device
 from unwall.tiers.disk import DiskTier
-from unwall.tiers.host import HostTier, available_bytes
+from unwall.tiers.host import HostTier, available_bytes, local_ranks
 from unwall.tiers.tiers import Tiers
+
+if TYPE_CHECKING:
+    from unwall.planner.choose import ChosenPlan
+    from unwall.planner.hardware import Hardware
 
 STATE_SHARE = 0.75
 """How much of the accelerator's free memory states may take when the plan says nothing."""
@@ -47,7 +53,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     planned = plan_groups(model, plan, ranks.size)
-    homes = choose_homes(planned, plan, ranks.size, _room(plan, device.device))
+    homes = choose_homes(planned, plan, ranks.size, smallest(ranks.every(_room(plan, device.device))))
     tiers = _tiers(plan, sizes_of(planned, plan, ranks.size), homes, device, ranks.rank)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(model, plan, groups, gradients, tiers, ranks)
@@ -69,7 +75,7 @@ def init(plan: Plan | None = None) -> Iterator[None]:
     ranks = Ranks(_process_group(None))
     host_bytes = plan.budget_host_bytes
     if host_bytes is None:
-        host_bytes = available_bytes() // _local_ranks()
+        host_bytes = available_bytes() // local_ranks()
     with Pager(ranks, Shelf(plan.directories, host_bytes // 2, ranks.rank)).active():
         yield
 
@@ -136,6 +142,24 @@ def _wait_for_device(owner: Engine) -> None:
         torch.cuda.synchronize(owner.device.device)
 
 
+def plan(model: "nn.Module | str", *, batch: int | None = None, seq: int = 1024, **options: Any) -> "ChosenPlan":
+    """The fastest plan that fits, with its prediction: ``print`` it, or give it to ``shard``. PlanError says what would fit.
+
+    ``batch``: samples of a step over all ranks. ``unwall.planner.public.plan`` documents the other options (``hardware``,
+    ``device_bytes``, ``disk``, ``objective`` ...) and what else a model may be given as.
+    """
+    from unwall.planner.public import plan as choose  # training needs none of it
+
+    return choose(model, batch=batch, seq=seq, **options)
+
+
+def probe(disk: str | Path | None = None, refresh: bool = False) -> "Hardware":
+    """What this machine reaches (links, memory, disk, matrix products), measured once and remembered."""
+    from unwall.planner.probe import probe as measure
+
+    return measure(disk=disk, refresh=refresh)
+
+
 def _check_plan(plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is an unwall.Plan or None, got {type(plan).__name__}")
@@ -186,16 +210,11 @@ def _room(plan: Plan, device: torch.device) -> Room:
         free, _ = torch.cuda.mem_get_info(device)
         device_bytes = int(free * STATE_SHARE)  # leaves room for activations
     if host_bytes is None and (device.type == "cuda" or plan.directories):
-        host_bytes = int(available_bytes() * HOST_SHARE / _local_ranks())
+        host_bytes = int(available_bytes() * HOST_SHARE / local_ranks())
     if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):
         smallest = min(shutil.disk_usage(folder).free for folder in plan.directories)
-        disk_bytes = smallest * len(plan.directories) // _local_ranks()
+        disk_bytes = smallest * len(plan.directories) // local_ranks()
     return Room(device_bytes, host_bytes, disk_bytes)
-
-
-def _local_ranks() -> int:
-    """Ranks that share this machine (torchrun says so)."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _tiers(plan: Plan, sizes: list[Sizes], homes: list[Home], device: DeviceTier, rank: int) -> Tiers:
@@ -203,7 +222,7 @@ def _tiers(plan: Plan, sizes: list[Sizes], homes: list[Home], device: DeviceTier
     if not any(home.on_disk for home in homes):
         return Tiers(device, host)
     elements = chunk_elements(sizes, homes)
-    return Tiers(
+    tiers = Tiers(
         device,
         host,
         DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank),
@@ -212,6 +231,8 @@ def _tiers(plan: Plan, sizes: list[Sizes], homes: list[Home], device: DeviceTier
         chunk_bytes=max(chunk_bytes(size, home, elements) for size, home in zip(sizes, homes, strict=True)),
         chunks=CHUNKS_IN_FLIGHT,
     )
+    tiers.chunks.fill()
+    return tiers
 
 
 def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

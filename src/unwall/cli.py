@@ -1,6 +1,16 @@
 """The ``unwall`` command."""
 
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
+
+if TYPE_CHECKING:
+    from unwall.planner.probe import Progress
 
 app = typer.Typer(help="Train models far larger than the accelerator's memory.", no_args_is_help=True, add_completion=False)
 
@@ -18,3 +28,122 @@ def demo(steps: int = typer.Option(150, min=1, help="Training steps.")) -> None:
     losses = run(steps)
     if not losses[-1] < losses[0]:
         raise typer.Exit(code=1)
+
+
+@app.command()
+def probe(
+    disk: Annotated[str | None, typer.Option(help="A directory on the drive to measure.")] = None,
+    refresh: Annotated[bool, typer.Option(help="Measure again, whatever is remembered.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure this machine: links, host memory, disk, matrix products. Takes a few seconds, once."""
+    with _said_plainly():
+        from unwall.planner.probe import probe as measure
+        from unwall.planner.report import hardware_table
+
+        with _progress() as told:
+            found = measure(disk=disk, refresh=refresh, progress=told)
+        if as_json:
+            print(json.dumps(found.to_dict(), indent=2))
+        else:
+            _console().print(hardware_table(found))
+
+
+@app.command(context_settings={"ignore_unknown_options": False})
+def plan(
+    model: Annotated[str, typer.Argument(help="config.json or its directory, module:function, or a shape such as 80x10240.")],
+    gpus: Annotated[int | None, typer.Option(help="Devices a node that are used. Default: all of them.")] = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    hardware: Annotated[str | None, typer.Option(help="A machine's name, or a .json file. Default: this machine.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of a step, over all devices. Default: one for each.")] = None,
+    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
+    device_bytes: Annotated[str | None, typer.Option(help="What unwall may hold on a device, such as 20GiB.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="What it may hold in host memory, a device.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(help="What it may hold on disk, a device.")] = None,
+    disk: Annotated[str | None, typer.Option(help="A directory on a fast drive.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    clip: Annotated[bool, typer.Option(help="Gradients are clipped to a norm.")] = True,
+    objective: Annotated[str, typer.Option(help="speed, or memory: the least on the device.")] = "speed",
+    vocab: Annotated[int, typer.Option(help="With a shape: tokens of the vocabulary.")] = 0,
+    tiles: Annotated[int, typer.Option(help="With a config or a shape: parameters that each matrix is cut into.")] = 1,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Checkpoints on the host: not built yet.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw bytes a tier and seconds a resource to this .svg file.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the sharding code for each rank, without memory.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Choose stage, tiers and passes for a model on a machine, and predict bytes and speed."""
+    with _said_plainly():
+        _plan(
+            model, gpus=gpus, nodes=nodes, hardware=hardware, batch=batch, seq=seq, device_bytes=device_bytes,
+            host_bytes=host_bytes, disk_bytes=disk_bytes, disk=disk, dtype=dtype, clip=clip, objective=objective, vocab=vocab,
+            tiles=tiles, offload_activations=offload_activations, plot=plot, dry_run=dry_run, as_json=as_json,
+        )  # fmt: skip
+
+
+def _plan(
+    model: str, *, gpus: int | None, nodes: int, hardware: str | None, dtype: str | None, plot: Path | None, dry_run: bool,
+    as_json: bool, vocab: int, tiles: int, **options: Any,
+) -> None:  # fmt: skip
+    from unwall.planner.dryrun import dry_run as rehearse
+    from unwall.planner.public import machine_of
+    from unwall.planner.public import plan as choose
+    from unwall.planner.read import read_dtype, read_model
+    from unwall.planner.report import dry_run_table, tables, to_dict
+
+    if plot is not None and plot.suffix != ".svg":
+        raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
+    outline = read_model(model, vocab, tiles)
+    with _progress() as told:
+        machine, ranks = machine_of(hardware, None, options["disk"], told)
+    if hardware is not None or gpus is not None or nodes != 1:
+        machine = machine.with_nodes(nodes, gpus)
+        ranks = machine.devices
+    found = choose(outline, hardware=machine, ranks=ranks, compute_dtype=read_dtype(dtype), **options)
+    checked = rehearse(outline, found) if dry_run else None
+    if plot is not None:
+        from unwall.planner.draw import plan_picture
+
+        plot.write_text(plan_picture(found))
+    if as_json:
+        print(json.dumps(to_dict(found) | ({} if checked is None else {"dry_run": checked.to_dict()}), indent=2))
+        return
+    console = _console()
+    console.print(tables(found))
+    if checked is not None:
+        console.print(dry_run_table(checked))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+@contextmanager
+def _said_plainly() -> Iterator[None]:
+    """What a user can mend is said in a line, with a non-zero exit and without a stack trace."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        typer.echo(f"unwall: {error}", err=True)
+        raise typer.Exit(code=1) from None
+
+
+@contextmanager
+def _progress() -> "Iterator[Progress | None]":
+    """A bar for the probe, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda name, done, total: bar.update(task, description=f"measuring: {name}", completed=done, total=total)
+
+
+if __name__ == "__main__":
+    app()

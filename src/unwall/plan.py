@@ -43,6 +43,8 @@ class Plan:
     """What unwall may hold in host memory. None: all of it."""
     disk_bytes: int | str | None = None
     """What unwall may hold on disk. None: what the drive has free."""
+    passes: int = 1
+    """How many backward calls add up before a step. More than one makes room for their sum in fp32 on the host."""
     compute_dtype: torch.dtype = torch.bfloat16
     """What forward and backward compute in. The master copy is always fp32."""
     reduce_dtype: torch.dtype | None = None
@@ -66,6 +68,8 @@ class Plan:
                     object.__setattr__(self, name, parse_bytes(value, name))
                 except ValueError as error:
                     raise PlanError(str(error)) from error
+        if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
+            raise PlanError(f"passes is a whole number, 1 or more, got {self.passes!r}")
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in _COMPUTE_DTYPES:

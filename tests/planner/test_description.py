@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from unwall.planner import formulas
-from unwall.planner.description import DescriptionError, from_config, from_module, from_shape
+from unwall.planner.configs import from_config
+from unwall.planner.description import DescriptionError, from_module, from_shape
 
 LLAMA_7B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,

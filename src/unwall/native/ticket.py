@@ -75,8 +75,8 @@ class NativeTicket:
         if self._finished:
             return
         self._tell()
-        self._finished = True
         self._error = error
+        self._finished = True  # last: another thread may be looking
         self._keep = ()
 
     def __del__(self) -> None:

@@ -14,7 +14,7 @@ from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
 from unwall.optim.updates import Factor, update_in_memory
 from unwall.optim.whole import from_rank_0, load_whole_states, own_states, whole_states
-from unwall.runtime.engine import Engine
+from unwall.runtime.engine import Engine, discarded, free_discarded
 from unwall.shards.group import Group
 from unwall.shards.layout import SLOT_BYTES
 from unwall.shards.master import MASTER, REMAINDER
@@ -53,7 +53,8 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
         self._kept = own_states(self, MOMENTS)
         self._early = EarlyUpdates(update_in_backward)
-        weakref.finalize(self, self._early.free).atexit = False
+        weakref.finalize(self, discarded.append, self._early.free).atexit = False
+        free_discarded()
         for param in self._params():
             if param.requires_grad:
                 self._make_states(self.place(param)[1])
@@ -69,6 +70,7 @@ class AdamW(ShardedOptimizer):
                 "zero_grad() without step(), but update_in_backward=True has used these gradients already: call step() after "
                 "each backward, or build the optimizer without update_in_backward"
             )
+        self._early.forget()
         super().zero_grad(set_to_none)
 
     # -- during backward ----------------------------------------------------------------------------------------------
@@ -80,13 +82,19 @@ class AdamW(ShardedOptimizer):
             return
         mine = {id(param) for param in self._params()}
         slots = {slot for slot in gradient.present if id(group.params[slot]) in mine}
+        if not slots:
+            return
         if self._early.in_place:
+            if engine.ranks.size > 1:
+                return  # ranks in another order may add to this sum until backward ends
+            group.finish_update()
             runs = self._runs(group, slots, self._numbers())
             group.update = self._on_host(engine, index, runs, Factor(1.0, None))
             self._early.applied[id(engine), index] = runs
             return
         if group.home.on_disk or gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
             return
+        group.finish_update()
         runs = self._runs(group, slots, self._numbers(), count=False)
         if covers(group, runs):
             self._early.speculate(engine, group, self._stores(group), runs)
@@ -94,8 +102,9 @@ class AdamW(ShardedOptimizer):
     def _refuse_second_backward(self, engine: Engine, index: int) -> None:
         if (id(engine), index) in self._early.applied:
             raise RuntimeError(
-                f"a second backward before step(), but update_in_backward=True has updated group {engine.groups[index].name} "
-                "with the first one: call step() after each backward, or build the optimizer without update_in_backward"
+                f"a second backward or zero_grad() before step(), but update_in_backward=True has updated group "
+                f"{engine.groups[index].name} with the gradients it had: call step() after each backward, or build the "
+                "optimizer without update_in_backward"
             )
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -104,11 +113,14 @@ class AdamW(ShardedOptimizer):
         numbers = self._numbers()
         host_factor = Factor(inverse, factor)
         tickets = []
+        applied = [entry for entry in held if (id(entry[0]), entry[1]) in self._early.applied]
+        for engine, index, slots in applied:  # before anything else is touched
+            self._check_promise(engine, index, slots, numbers, clipped=factor is not None or inverse != 1.0)
         for engine, index, slots in held:
             group, gradient = engine.groups[index], engine.gradients[index]
             if (id(engine), index) in self._early.applied:
-                self._check_promise(engine, index, slots, numbers, clipped=factor is not None or inverse != 1.0)
                 continue
+            group.finish_update()
             runs = self._runs(group, slots, numbers)
             if group.home.tier == "host":
                 group.update = self._on_host(engine, index, runs, host_factor)
@@ -125,6 +137,9 @@ class AdamW(ShardedOptimizer):
         passes = max((engine.gradients[index].passes for engine, index, _ in held), default=0)
         self._early.after_step(None if factor is None and inverse == 1.0 else host_factor, passes)
 
+    def _nothing_to_update(self) -> None:
+        self._early.applied.clear()
+
     def _on_host(self, engine: Engine, index: int, runs: list[Run], factor: Factor) -> Ticket:
         group, gradient = engine.groups[index], engine.gradients[index]
         if not group.home.on_disk:
@@ -136,6 +151,7 @@ class AdamW(ShardedOptimizer):
             return update_in_memory(spans, gradient.landing, factor, engine.tiers.updates, group.name)
         grad = gradient.stored or gradient.value
         assert grad is not None
+        group.staging.close()  # what was looked at, or loaded, is on disk again before it is read there
         update = DiskUpdate(group.name, Parts(self._stores(group), grad), runs, engine.tiers, gradient.landing, factor)
         return update_on_disk(update)
 
@@ -152,7 +168,6 @@ class AdamW(ShardedOptimizer):
         self, group: Group, slots: set[int], numbers: dict[int, AdamWStep], count: bool = True, ahead: int = 1
     ) -> list[Run]:
         """The runs to update, keyed by their numbers, as the step after next ``ahead`` has them. ``count``: it is taken now."""
-        group.finish_update()
         keys = {}
         for slot in slots:
             param = group.params[slot]

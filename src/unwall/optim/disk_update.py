@@ -6,16 +6,16 @@ ended. A chunk whose read failed is untouched. A chunk whose write failed has it
 until they are written: what is in memory may have been updated already, so it must not be computed twice.
 """
 
+import errno
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from unwall.native.library import DiskError
 from unwall.native.pool import AdamWStep
-from unwall.native.ticket import NativeTicket
+from unwall.native.ticket import NativeTicket, Signal
 from unwall.optim.kernels import Span, adamw, watch_update
 from unwall.optim.runs import Run
 from unwall.optim.updates import Factor, HostUpdate
@@ -55,6 +55,8 @@ class _Chunk:
     runs: list[Run]
     slot: HostBlock | None = None
     updated: bool = False
+    incomplete: bool = False
+    """Not all of its requests could be submitted."""
     tickets: list[NativeTicket] = field(default_factory=list)
     """Reads and updates."""
     writes: list[NativeTicket] = field(default_factory=list)
@@ -72,7 +74,7 @@ class DiskUpdate:
         self._parts = parts
         self._disk: DiskTier = tiers.disk
         self._meters = tiers.links.meters
-        self._updates = tiers.updates
+        self.meter = tiers.updates
         self._ring: BounceRing = tiers.chunks
         self._landing = landing
         self._factor = factor
@@ -91,58 +93,79 @@ class DiskUpdate:
             self._landing.wait()
         scale = self._factor.get()
         under_way: deque[_Chunk] = deque()
-        failure: DiskError | None = None
+        failure: Exception | None = None
         while self._todo or under_way:
-            while failure is None and self._todo and (self._todo[0].slot is not None or not self._ring.full()):
-                chunk = self._todo.popleft()
-                under_way.append(chunk)
-                self._begin(chunk, scale)
+            try:
+                while failure is None and self._todo and (self._todo[0].slot is not None or not self._ring.full()):
+                    under_way.append(self._todo.popleft())
+                    self._begin(under_way[-1], scale)
+            except Exception as error:
+                failure = error
+                under_way[-1].incomplete = True
             if not under_way:
                 break
             try:
                 self._finish(under_way.popleft())
-            except DiskError as error:
+            except Exception as error:
                 failure = failure or error
-        if failure is not None:
+        if isinstance(failure, DiskError):
             raise named(failure, f"the update of group {self._name}") from failure
+        if failure is not None:
+            raise failure
 
     def _begin(self, chunk: _Chunk, scale: float) -> None:
         if chunk.slot is None:
             chunk.slot = self._ring.acquire()
         if not chunk.updated:
-            reads = []
-            for name, store in self._parts.read.items():
-                reads += self._request("read", chunk, name, store, ())
-            updates = []
-            for run in chunk.runs:
-                assert isinstance(run.key, AdamWStep)
-                ticket = adamw(self._span(chunk, run), run.key.scaled(scale), after=reads)
-                assert ticket is not None
-                watch_update(self._updates, ticket, self._name, run.end - run.start)
-                updates.append(ticket)
-            chunk.tickets = [*reads, *updates]
+            self._submit_update(chunk, scale)
         done = () if chunk.updated else tuple(chunk.tickets)
         chunk.writes = []
         for name, store in self._parts.written.items():
             chunk.writes += self._request("write", chunk, name, store, done)
 
+    def _submit_update(self, chunk: _Chunk, scale: float) -> None:
+        reads: list[NativeTicket] = []
+        ready = Signal()  # the updates start only when all of them could be submitted: half of them must not run
+        try:
+            for name, store in self._parts.read.items():
+                reads += self._request("read", chunk, name, store, ())
+            updates = []
+            for run in chunk.runs:
+                assert isinstance(run.key, AdamWStep)
+                ticket = adamw(self._span(chunk, run), run.key.scaled(scale), after=[*reads, ready])
+                assert ticket is not None
+                watch_update(self.meter, ticket, self._name, run.end - run.start)
+                updates.append(ticket)
+        except BaseException:
+            ready.set(errno.ECANCELED, "the update was not submitted as a whole")
+            for ticket in reads:
+                _outcome(ticket)
+            raise
+        ready.set()
+        chunk.tickets = [*reads, *updates]
+
     def _finish(self, chunk: _Chunk) -> None:
-        failure: DiskError | None = None
+        failure: Exception | None = None
         for ticket in chunk.tickets:
             failure = _outcome(ticket) or failure
-        chunk.updated = chunk.updated or failure is None
+        chunk.updated = chunk.updated or (failure is None and bool(chunk.tickets))
         for ticket in chunk.writes:
             failure = _outcome(ticket) or failure
-        chunk.tickets, chunk.writes = [], []
+        incomplete, chunk.incomplete, chunk.tickets, chunk.writes = chunk.incomplete, False, [], []
+        if failure is None and not incomplete:
+            self._give_back(chunk)
+            return
+        if chunk.updated:  # its new values are in its slot: they have to be written, not computed again
+            self._todo.appendleft(chunk)
+        else:
+            self._give_back(chunk)
+            self._todo.append(chunk)
         if failure is not None:
-            if not chunk.updated:
-                self._give_back(chunk)
-            self._todo.appendleft(chunk) if chunk.updated else self._todo.append(chunk)
             raise failure
-        self._give_back(chunk)
 
     def _give_back(self, chunk: _Chunk) -> None:
-        assert chunk.slot is not None
+        if chunk.slot is None:
+            return
         self._ring.release(chunk.slot)
         chunk.slot = None
 
@@ -175,7 +198,7 @@ class DiskUpdate:
 
 def update_on_disk(update: DiskUpdate) -> HostUpdate:
     """Queues the update of a group that has states on disk."""
-    return HostUpdate(update.work)
+    return HostUpdate(update.work, update.meter, again=True)
 
 
 def _places(parts: Parts, elements: int) -> dict[str, int]:
@@ -187,10 +210,9 @@ def _places(parts: Parts, elements: int) -> dict[str, int]:
     return found
 
 
-def _outcome(ticket: NativeTicket) -> DiskError | None:
-    with suppress(TimeoutError):
-        try:
-            ticket.wait()
-        except DiskError as error:
-            return error
+def _outcome(ticket: NativeTicket) -> Exception | None:
+    try:
+        ticket.wait()
+    except Exception as error:
+        return error
     return None

@@ -75,8 +75,14 @@ class Speculation:
 
     shadow: Shadow
     runs: list[Run]
-    passes: int
+    serial: int
+    """Of the gradient."""
+    generation: int
+    """Of the group."""
     update: HostUpdate | None = None
+    cancelled: bool = False
+    """``step`` has come before it began: from now on the order of the next forward counts."""
+    begun: bool = False
     finished: bool = False
 
 
@@ -90,6 +96,7 @@ class EarlyUpdates:
         self._speculations: dict[Key, Speculation] = {}
         self._shadows: weakref.WeakKeyDictionary[Group, Shadow] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[Engine, set[int]] = weakref.WeakKeyDictionary()
+        self._exhausted = False
         self._quiet_steps = -1  # no step yet: a first step takes its memory before shadows do
         self._last: Factor | None = None
 
@@ -108,7 +115,7 @@ class EarlyUpdates:
         if self._last is not None and self._last.known is not None:
             self._quiet_steps = max(0, self._quiet_steps) + 1 if self._last.known == 1.0 else 0
             self._last = None
-        return self._quiet_steps >= CLIP_MEMORY
+        return self._quiet_steps >= CLIP_MEMORY and not self._exhausted
 
     def speculate(self, engine: Engine, group: Group, stores: dict[str, Store], runs: list[Run]) -> None:
         """Starts the update of a group out of place, if there is a shadow for it."""
@@ -120,9 +127,12 @@ class EarlyUpdates:
         sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, runs)
         targets = run_spans(shadow.tensors(), gradient.value, runs)
         landing = gradient.landing
-        speculation = Speculation(shadow, runs, gradient.passes)
+        speculation = Speculation(shadow, runs, gradient.serial, group.generation)
 
         def work() -> None:
+            if speculation.cancelled:
+                return
+            speculation.begun = True
             if landing is not None:
                 landing.wait()
             pairs = zip(sources, targets, strict=True)
@@ -130,15 +140,35 @@ class EarlyUpdates:
             finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
             speculation.finished = True
 
-        speculation.update = HostUpdate(work)
+        speculation.update = HostUpdate(work, engine.tiers.updates)
         self._speculations[id(engine), group.index] = speculation
+
+    def forget(self) -> None:
+        """The gradients are gone, and with them what was computed ahead."""
+        self._speculations.clear()
+
+    def reclaim(self) -> None:
+        """The host needs its memory for something else: gives back the shadows, and makes no more. What was computed ahead is
+        thrown away; what is being committed stays."""
+        self._exhausted = True
+        for speculation in self._speculations.values():
+            if speculation.update is not None:
+                with suppress(Exception):
+                    speculation.update.wait()  # it writes there
+        self._speculations.clear()
+        for group, shadow in list(self._shadows.items()):
+            if group.update is None or group.update.done():
+                del self._shadows[group]
+                shadow.free()
 
     def take(self, engine: Engine, group: Group, runs: list[Run]) -> Speculation | None:
         """The speculation for a group, if what it took for granted still holds."""
         found = self._speculations.pop((id(engine), group.index), None)
         if found is None:
             return None
-        if found.runs == runs and found.passes == engine.gradients[group.index].passes:
+        serial = engine.gradients[group.index].serial
+        found.cancelled = True
+        if found.runs == runs and (found.serial, found.generation) == (serial, group.generation):
             return found
         engine.speculation.missed += 1
         return None
@@ -146,10 +176,11 @@ class EarlyUpdates:
     def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
         if engine not in self._chosen:
             self._chosen[engine] = choose_shadowed(engine)
+            engine.tiers.host.reclaimers.append(weakref.WeakMethod(self.reclaim))
         if group not in self._shadows and group.index in self._chosen[engine]:
             try:
                 self._shadows[group] = Shadow(stores, engine.tiers.host)
-            except (BudgetError, MemoryError):  # someone else took the memory meanwhile
+            except (BudgetError, MemoryError, RuntimeError):  # someone else took the memory, or it cannot be page-locked
                 self._chosen[engine].discard(group.index)
         return self._shadows.get(group)
 
@@ -197,13 +228,13 @@ def commit_or_update(
             speculation.shadow.swap()
             engine.speculation.committed += 1
             return
-        engine.speculation.missed += 1
+        engine.speculation.missed += speculation.begun
         if landing is not None:
             landing.wait()
         tickets = [(adamw(span, step.scaled(scale)), span) for span, step in spans]
         finish_updates(engine.tiers.updates, label, tickets)
 
-    return HostUpdate(work)
+    return HostUpdate(work, engine.tiers.updates)
 
 
 def covers(group: Group, runs: list[Run]) -> bool:

@@ -82,6 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 factor = clip_factor(self._norm_of(total), clip)
         if held:
             self._update(held, factor, inverse)
+        else:
+            self._nothing_to_update()
         for engine in self.engines():
             engine.steps += 1
         for engine, index, slots in held:
@@ -108,6 +110,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
         raise NotImplementedError
 
+    def _nothing_to_update(self) -> None:
+        """A step without gradients."""
+
     def engines(self) -> list[Engine]:
         """The sharded models whose parameters this optimizer updates."""
         found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
@@ -128,7 +133,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine: dict[tuple[int, int], tuple[Engine, set[int]]] = {}
         for param in self._params():
             engine, group, slot = self.place(param)
-            if slot in engine.gradients[group.index].present or slot in engine.gradients[group.index].arrived:
+            gradient = engine.gradients[group.index]
+            if slot in gradient.present or slot in gradient.pending:
                 mine.setdefault((id(engine), group.index), (engine, set()))[1].add(slot)
         for (_, index), (engine, slots) in sorted(mine.items(), key=lambda item: item[0][1]):
             yield engine, index, slots

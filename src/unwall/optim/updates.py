@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from unwall.native.library import DiskError
 from unwall.native.pool import AdamWStep
 from unwall.optim.kernels import Span, adamw, finish_updates
 from unwall.tiers.meter import LinkMeter
@@ -31,11 +30,17 @@ class Factor:
     def __init__(self, inverse: float, clip: torch.Tensor | None) -> None:
         self._inverse = inverse
         self._clip = clip
+        self._ready: torch.cuda.Event | None = None
+        if clip is not None and clip.is_cuda:  # the thread that reads it knows another stream
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(clip.device))
         self.known: float | None = inverse if clip is None else None
         """What it came to, once it was read."""
 
     def get(self) -> float:
         if self._clip is not None:
+            if self._ready is not None:
+                self._ready.synchronize()
             self._inverse *= float(self._clip)
             self._clip = None
         self.known = self._inverse
@@ -51,10 +56,13 @@ class _BehindError(Exception):
 
 
 class HostUpdate:
-    """The ticket of one group's update. ``work`` can be called again after it failed with a DiskError."""
+    """The ticket of one group's update. ``again``: ``work`` can be called again after it failed, and does what is left."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
+    def __init__(self, work: Callable[[], None], lane: object, again: bool = False) -> None:
         self._work = work
+        self.lane = id(lane)
+        """The model it belongs to: a failed update holds up those of its own model only."""
+        self.again = again
         self._future: Future[None] | None = _queue().submit(self)
 
     def done(self) -> bool:
@@ -71,13 +79,12 @@ class HostUpdate:
             except _BehindError as behind:
                 self._future = None
                 behind.first.wait(timeout)
-            except DiskError:
-                self._future = None
+            except Exception as error:
+                if isinstance(error, TimeoutError) and not self._future.done():
+                    raise TimeoutError(f"the update has not finished after {timeout} s") from error
+                if self.again:
+                    self._future = None
                 raise
-            except TimeoutError as error:
-                if self._future.done():
-                    raise
-                raise TimeoutError(f"the update has not finished after {timeout} s") from error
 
     def failure(self) -> BaseException | None:
         """What went wrong in work that has ended, other than in an update before it."""
@@ -93,21 +100,23 @@ class _Queue:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unwall update")
-        self._failed: weakref.ref[HostUpdate] | None = None
+        self._failed: dict[int, weakref.ref[HostUpdate]] = {}
 
     def submit(self, update: HostUpdate) -> "Future[None]":
-        return self._thread.submit(self._run, weakref.ref(update), update.run)
+        return self._thread.submit(self._run, weakref.ref(update), update.run, update.lane, update.again)
 
-    def _run(self, update: "weakref.ref[HostUpdate]", run: Callable[[], None]) -> None:
-        failed = None if self._failed is None else self._failed()
+    def _run(self, update: "weakref.ref[HostUpdate]", run: Callable[[], None], lane: int, again: bool) -> None:
+        held = self._failed.get(lane)
+        failed = None if held is None else held()
         if failed is not None and failed is not update():
             raise _BehindError(failed)
         try:
             run()
-        except DiskError:
-            self._failed = update
+        except Exception:
+            if again:
+                self._failed[lane] = update
             raise
-        self._failed = None
+        self._failed.pop(lane, None)
 
 
 _queues: dict[int, _Queue] = {}  # by process: a forked child needs its own
@@ -131,4 +140,4 @@ def update_in_memory(
         scale = factor.get()
         finish_updates(meter, label, [(adamw(span, step.scaled(scale)), span) for span, step in spans])
 
-    return HostUpdate(work)
+    return HostUpdate(work, meter)

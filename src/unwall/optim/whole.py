@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unwall.optim.sharded import ShardedOptimizer
+from unwall.runtime.engine import discarded
 from unwall.runtime.whole import whole_run
 from unwall.shards.group import Group
 from unwall.shards.store import Store
@@ -21,7 +22,7 @@ class OwnStates:
     def __init__(self, names: tuple[str, ...], number: int) -> None:
         self.names = names
         self._number = number
-        self._groups: dict[int, Group] = {}
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()  # what outlives its model must not keep it
 
     def tensor(self, group: Group, name: str, dtype: torch.dtype, write: bool = True) -> torch.Tensor:
         """A state over a group's owned run, zeros at first use."""
@@ -29,11 +30,11 @@ class OwnStates:
 
     def store(self, group: Group, name: str, dtype: torch.dtype) -> Store:
         """The same where it lives."""
-        self._groups[id(group)] = group
+        self._groups.add(group)
         return group.store(f"{name}#{self._number}", dtype)
 
     def free(self) -> None:
-        for group in self._groups.values():
+        for group in self._groups:
             with suppress(Exception):  # what failed was reported where it was waited for, and is not wanted any more
                 group.finish_update()
             for name in self.names:
@@ -48,7 +49,7 @@ _count = itertools.count()
 def own_states(optimizer: ShardedOptimizer, names: tuple[str, ...]) -> OwnStates:
     """Room for an optimizer's states. Freed when the optimizer is."""
     states = OwnStates(names, next(_count))
-    weakref.finalize(optimizer, states.free).atexit = False
+    weakref.finalize(optimizer, discarded.append, states.free).atexit = False
     return states
 
 
@@ -116,12 +117,14 @@ def load_whole_states(
     for number, param in enumerate(optimizer._params()):
         _, group, slot = optimizer.place(param)
         if number not in states:
-            optimizer.state.pop(param, None)
+            if "step" not in optimizer.state.pop(param, {}):
+                continue  # it never had any
             for segment in group.owned_segments():
                 if segment.slot == slot:
                     for target in tensors_of(group):
                         target[segment.shard_start : segment.shard_start + segment.numel].zero_()
             continue
+        group.generation += 1
         entry = states[number]
         optimizer.state[param]["step"] = int(entry["step"])
         for name, target in zip(names, tensors_of(group), strict=True):

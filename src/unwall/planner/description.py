@@ -7,14 +7,12 @@ A lookup (an embedding) costs no FLOPs. Of experts, only those that a token is s
 pair of tokens.
 """
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from torch import nn
 
@@ -23,6 +21,14 @@ from unwall.planner.formulas import HALF_BYTES
 
 class DescriptionError(ValueError):
     """A model that cannot be described: says what was got, what was expected, and what to write instead."""
+
+
+class Piece(NamedTuple):
+    """One parameter of a part."""
+
+    numel: int
+    active_numel: float
+    """Elements that each token passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,8 @@ class Part:
     """Elements for each pair of tokens of a sample that stay for backward: attention scores, unless attention is fused."""
     pair_flops: int = 0
     """FLOPs forward for each pair of tokens of a sample."""
+    pieces: tuple[Piece, ...] = field(default=(), repr=False)
+    """The parameters of one, in order. None where the part was read from a module, which has them itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +140,9 @@ def from_shape(shape: str | tuple[int, int], heads: int | None = None, vocab: in
             raise DescriptionError(f"shape {shape!r}: {what} must be at least 1, got {value}")
     if vocab < 0:
         raise DescriptionError(f"vocab must not be negative, got {vocab}")
-    block = _block("blocks", layers, [(3 * hidden, hidden), (hidden, hidden)], hidden)
-    block = replace(_feed_forward(block, hidden, 4 * hidden), pair_numel=2 * heads)
-    rest = _vocab_parts(vocab, hidden, tied=False) if vocab else ()
+    block = block_of("blocks", layers, [(3 * hidden, hidden), (hidden, hidden)], hidden)
+    block = replace(feed_forward(block, hidden, 4 * hidden), pair_numel=2 * heads)
+    rest = vocab_parts(vocab, hidden, tied=False) if vocab else ()
     return Description(name=f"{layers}x{hidden}", parts=(block, *rest))
 
 
@@ -144,11 +152,11 @@ def from_module(module: nn.Module, name: str | None = None) -> Description:
     Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` containers. See [Note: what a matrix costs]; what
     shapes do not show is not counted: the pairs of attention, and that a convolution uses its weight at many places.
     """
-    experts, chosen = _experts_of(module)
+    share = chosen_share(module)
     found: list[tuple[str, bool, Part]] = []
     seen: set[int] = set()
-    for owner, unit, is_block in _units(module):
-        part = _module_part(owner, unit, is_block, chosen / experts, seen)
+    for owner, unit, is_block in units(module):
+        part = _module_part(owner, unit, is_block, share, seen)
         if part is not None:
             found.append((owner.rpartition(".")[0] if is_block else owner, is_block, part))
     if not found:
@@ -160,7 +168,7 @@ def from_module(module: nn.Module, name: str | None = None) -> Description:
     return Description(name=name or type(module).__name__, parts=tuple(parts))
 
 
-def _units(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, Iterable[tuple[str, nn.Module]], bool]]:
+def units(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, Iterable[tuple[str, nn.Module]], bool]]:
     """(name, its modules, is it a block), in registration order."""
     if module._parameters:
         yield prefix, [("", module)], False
@@ -169,7 +177,7 @@ def _units(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, Iterable[
         if isinstance(module, nn.ModuleList | nn.Sequential):
             yield path, child.named_modules(), True
         else:
-            yield from _units(child, path)
+            yield from units(child, path)
 
 
 def _module_part(
@@ -200,117 +208,30 @@ def _module_part(
     )  # fmt: skip
 
 
-def _experts_of(module: nn.Module) -> tuple[int, int]:
+def chosen_share(module: nn.Module) -> float:
+    """Of a model's experts, the share that a token is sent to, as its ``config`` says."""
     config = getattr(module, "config", None)
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    return (count, chosen) if isinstance(count, int) and isinstance(chosen, int) else (1, 1)
+    return chosen / count if isinstance(count, int) and isinstance(chosen, int) else 1.0
 
 
-def from_config(config: Mapping[str, Any] | str | Path) -> Description:
-    """From a ``config.json``: its content, its path, or the directory it is in. Attention is taken to be fused."""
-    if not isinstance(config, Mapping):
-        config = _read(Path(config))
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise DescriptionError(f"model_type {kind!r} is not known, only {known}; describe it by a module or a shape")
-    return Description(name=str(config.get("_name_or_path") or kind), parts=_FAMILIES[kind](config))
+def block_of(
+    name: str, count: int, matrices: Sequence[tuple[int, int]], hidden: int, extra: int = 0, apart: Sequence[int] = ()
+) -> Part:
+    """From matrices as (rows, columns), and ``extra`` elements of norms and biases.
 
-
-def _read(path: Path) -> Mapping[str, Any]:
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise DescriptionError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DescriptionError(f"{path}: is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise DescriptionError(f"{path}: expected an object with model_type and sizes, got {type(found).__name__}")
-    return found
-
-
-def _size(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    for key in keys:
-        value = config.get(key)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise DescriptionError(f"{config['model_type']} config: {key} must be a whole number above 0, got {value!r}")
-            return value
-    if default is None:
-        raise DescriptionError(f"{config['model_type']} config: {' or '.join(keys)} is missing, so the model has no size")
-    return default
-
-
-def _llama(config: Mapping[str, Any]) -> tuple[Part, ...]:
-    kind, hidden = config["model_type"], _size(config, "hidden_size")
-    heads = _size(config, "num_attention_heads")
-    keys = _size(config, "num_key_value_heads", default=heads)
-    width = _size(config, "head_dim", default=hidden // heads)
-    if width < 1 or heads % keys:
-        raise DescriptionError(f"{kind} config: {heads} heads, {keys} for keys, do not divide the hidden size {hidden}")
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise DescriptionError(f"{kind} config: some layers have no experts, which is not known here; describe it by a module")
-    experts = _size(config, "num_local_experts", "num_experts", default=1)
-    chosen = _size(config, "num_experts_per_tok", default=1)
-    inner = _size(config, "moe_intermediate_size", "intermediate_size") if experts > 1 else _size(config, "intermediate_size")
-    attention = [(heads * width + 2 * keys * width, hidden), (hidden, heads * width)]
-    biases = (heads + 2 * keys) * width if kind == "qwen2" or config.get("attention_bias") else 0
-    biases += hidden if config.get("attention_bias") else 0
-    biases += 2 * inner + hidden if config.get("mlp_bias") else 0
-    norms = 2 * hidden + (2 * width if kind.startswith("qwen3") else 0)
-    layers = _size(config, "num_hidden_layers")
-    block = _block("layers", layers, attention, hidden, biases + norms, largest=heads * width * hidden)
-    block = _feed_forward(block, hidden, inner, gated=True, experts=experts, chosen=chosen)
-    block = replace(block, pair_flops=2 * heads * width)  # scores and mixing, 4 a pair, and half the pairs: it is causal
-    return block, *_vocab_parts(_size(config, "vocab_size"), hidden, bool(config.get("tie_word_embeddings")), norm=hidden)
-
-
-def _gpt2(config: Mapping[str, Any]) -> tuple[Part, ...]:
-    hidden = _size(config, "n_embd", "hidden_size")
-    inner = _size(config, "n_inner", default=4 * hidden)
-    attention = [(3 * hidden, hidden), (hidden, hidden)]
-    block = _block("h", _size(config, "n_layer", "num_hidden_layers"), attention, hidden, extra=8 * hidden)
-    block = replace(_feed_forward(block, hidden, inner, bias=True), pair_flops=2 * hidden)
-    places = _size(config, "n_positions", "max_position_embeddings", default=1024) * hidden
-    tied = bool(config.get("tie_word_embeddings", True))
-    return block, *_vocab_parts(_size(config, "vocab_size"), hidden, tied, norm=2 * hidden, lookups=places)
-
-
-def _t5(config: Mapping[str, Any]) -> tuple[Part, ...]:
-    hidden, heads, inner = (_size(config, key) for key in ("d_model", "num_heads", "d_ff"))
-    width, layers = heads * _size(config, "d_kv"), _size(config, "num_layers")
-    decoders = _size(config, "num_decoder_layers", default=layers)
-    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
-    attention = [(3 * width, hidden), (hidden, width)]
-    encoder = _block("encoder.block", layers, attention, hidden, 2 * hidden, largest=width * hidden)
-    decoder = _block("decoder.block", decoders, attention + attention, hidden, 3 * hidden, largest=width * hidden)
-    encoder = replace(_feed_forward(encoder, hidden, inner, gated=gated), pair_flops=4 * width)
-    pairs = 6 * width  # of the decoder's own, half; of those with the encoder, all
-    decoder = replace(_feed_forward(decoder, hidden, inner, gated=gated), pair_flops=pairs)
-    offsets = 2 * heads * _size(config, "relative_attention_num_buckets", default=32)
-    tied = bool(config.get("tie_word_embeddings", True))
-    return encoder, decoder, *_vocab_parts(_size(config, "vocab_size"), hidden, tied, norm=2 * hidden, lookups=offsets)
-
-
-_FAMILIES: dict[str, Callable[[Mapping[str, Any]], tuple[Part, ...]]] = {
-    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"), _llama),
-    "gpt2": _gpt2,
-    "t5": _t5,
-}
-
-
-def _block(name: str, count: int, matrices: list[tuple[int, int]], hidden: int, extra: int = 0, largest: int = 0) -> Part:
-    """From matrices as (rows, columns), and ``extra`` elements of norms and biases. ``largest``: where they are kept apart."""
+    ``apart``: sizes of the parameters where a matrix is kept in several (queries, keys and values).
+    """
     sizes = [rows * columns for rows, columns in matrices]
+    pieces = [Piece(size, size) for size in apart or sizes] + ([Piece(extra, 0)] if extra else [])
     return Part(
-        name=name, count=count, numel=sum(sizes) + extra, active_numel=sum(sizes), largest_numel=largest or max(sizes),
-        boundary_numel=hidden, token_numel=sum(map(sum, matrices)),
+        name=name, count=count, numel=sum(sizes) + extra, active_numel=sum(sizes), largest_numel=max(apart or sizes),
+        boundary_numel=hidden, token_numel=sum(map(sum, matrices)), pieces=tuple(pieces),
     )  # fmt: skip
 
 
-def _feed_forward(
+def feed_forward(
     block: Part, hidden: int, inner: int, *, gated: bool = False, bias: bool = False, experts: int = 1, chosen: int = 1
 ) -> Part:
     """Adds the two matrices, or three when gated, or the experts (stacked in one parameter) and their router."""
@@ -318,21 +239,32 @@ def _feed_forward(
     router = hidden * experts if experts > 1 else 0
     each = matrices * hidden * inner
     kept = 2 * hidden + 2 * (matrices - 1) * inner  # gated: both projections, the activation, the product
+    biases = hidden + inner if bias else 0
+    if experts == 1:
+        pieces = [Piece(hidden * inner, hidden * inner)] * matrices
+    else:
+        sizes = ((matrices - 1) * hidden * inner, hidden * inner)
+        pieces = [Piece(router, router), *(Piece(experts * size, chosen * size) for size in sizes)]
     return replace(
         block,
-        numel=block.numel + router + experts * each + (hidden + inner if bias else 0),
+        numel=block.numel + router + experts * each + biases,
         active_numel=block.active_numel + router + chosen * each,
         largest_numel=max(block.largest_numel, hidden * inner * (1 if experts == 1 else experts * (matrices - 1))),
         token_numel=block.token_numel + experts * (experts > 1) + chosen * kept,
+        pieces=(*block.pieces, *pieces, *([Piece(biases, 0)] if biases else [])),
     )
 
 
-def _vocab_parts(vocab: int, hidden: int, tied: bool, norm: int = 0, lookups: int = 0) -> tuple[Part, Part]:
+def vocab_parts(vocab: int, hidden: int, tied: bool, norm: int = 0, lookups: int = 0) -> tuple[Part, Part]:
     """The embedding with other lookups, and the head with the last norm. A tied head has no parameters of its own."""
     table = vocab * hidden
-    embedding = Part(name="embedding", numel=table + lookups, is_block=False, active_numel=0, largest_numel=table)
+    embedding = Part(
+        name="embedding", numel=table + lookups, is_block=False, active_numel=0, largest_numel=max(table, lookups),
+        pieces=(Piece(table, 0), *([Piece(lookups, 0)] if lookups else [])),
+    )  # fmt: skip
     head = Part(
         name="head", numel=norm + (0 if tied else table), is_block=False, active_numel=table, largest_numel=table,
         token_numel=hidden + vocab,
+        pieces=(*([Piece(norm, 0)] if norm else []), *([] if tied else [Piece(table, table)])),
     )  # fmt: skip
     return embedding, head

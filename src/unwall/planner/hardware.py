@@ -12,7 +12,11 @@ from unwall.planner.formulas import Ceilings
 from unwall.tiers.sizes import parse_bytes
 
 MACHINES = Path(__file__).parent / "machines"
+BLOCK_SHARE = 0.64
+"""Of the matmul rate, what training a transformer reaches: 505 of 785 TFLOP/s, recomputation counted, with our reference
+workload on one H200."""
 _DAY_S = 86_400
+_BY_DTYPE = ("matmul_flops_per_s", "block_flops_per_s", "block_s_per_param")
 
 
 class HardwareError(ValueError):
@@ -54,6 +58,16 @@ class Hardware:
     """One node to the others. Zero: there is no network."""
     matmul_flops_per_s: Mapping[str, float]
     """One device, by dtype (``bfloat16``, ``float16``, ``float32``). A dtype that is missing is one the device lacks."""
+    block_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    """What a transformer block reaches, forward and backward. Where it is missing, ``BLOCK_SHARE`` of the matmul rate."""
+    block_s_per_param: Mapping[str, float] = field(default_factory=dict)
+    """What forward takes for each parameter beside that, however few the tokens (weights read and rearranged)."""
+    device_memory_bytes_per_s: float | None = None
+    """One device's own memory. None: unknown, and taken to be no limit."""
+    host_cores: int = 0
+    """Of one node. Zero: unknown."""
+    is_host: bool = False
+    """The device is the host itself: no accelerator. Copies, updates and compute share its cores and its memory."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Where the numbers come from."""
 
@@ -72,13 +86,18 @@ class Hardware:
             _positive(self.name, "disk_endurance_bytes", self.disk_endurance_bytes)
         if not self.matmul_flops_per_s:
             raise HardwareError(f"{self.name}: matmul_flops_per_s names no dtype; write {{'bfloat16': 4e14}}")
-        for dtype, rate in self.matmul_flops_per_s.items():
-            _positive(self.name, f"matmul_flops_per_s[{dtype}]", rate)
+        for name in _BY_DTYPE:
+            for dtype, rate in getattr(self, name).items():
+                (_not_negative if name == "block_s_per_param" else _positive)(self.name, f"{name}[{dtype}]", rate)
+        if self.device_memory_bytes_per_s is not None:
+            _positive(self.name, "device_memory_bytes_per_s", self.device_memory_bytes_per_s)
+        _not_negative(self.name, "host_cores", self.host_cores)
         if self.disk_bytes and not (self.disk_read_bytes_per_s and self.disk_write_bytes_per_s):
             raise HardwareError(f"{self.name}: has disk_bytes but no disk_read_bytes_per_s and disk_write_bytes_per_s")
         if self.nodes > 1 and not self.network_bytes_per_s:
             raise HardwareError(f"{self.name}: has {self.nodes} nodes but no network_bytes_per_s between them")
-        object.__setattr__(self, "matmul_flops_per_s", MappingProxyType(dict(self.matmul_flops_per_s)))
+        for name in _BY_DTYPE:
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def devices(self) -> int:
@@ -99,14 +118,18 @@ class Hardware:
             raise HardwareError(f"{self.name}: has no matmul rate for {dtype}; it has {known}")
         return self.matmul_flops_per_s[dtype]
 
+    def block_rate(self, dtype: str) -> float:
+        """FLOPs a second that a transformer block reaches on one device."""
+        return self.block_flops_per_s.get(dtype) or BLOCK_SHARE * self.flops_per_s(dtype)
+
     def ceilings(self, dtype: str = "bfloat16") -> Ceilings:
         """What each rank reaches when every device of the node is busy."""
         share = 1 / self.devices_per_node
         limit = float("inf") if self.node_host_link_bytes_per_s is None else self.node_host_link_bytes_per_s * share
         ways = [rate for rate in (self.host_link_bytes_per_s, 2 * limit) if rate is not None and rate != float("inf")]
         between = self.collective_bytes_per_s if self.devices_per_node > 1 else float("inf")
-        if self.nodes > 1:
-            between = min(between, self.network_bytes_per_s * share)
+        if self.nodes > 1:  # a ring over all ranks crosses each node's network once, whatever the number of devices behind it
+            between = min(between, self.network_bytes_per_s)
         return Ceilings(
             flops_per_s=self.flops_per_s(dtype),
             host_to_device_bytes_per_s=min(self.host_to_device_bytes_per_s, limit),
@@ -128,7 +151,7 @@ class Hardware:
     def to_dict(self) -> dict[str, Any]:
         """As it is written to JSON; :func:`from_dict` reads it back."""
         found = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return found | {"matmul_flops_per_s": dict(self.matmul_flops_per_s), "notes": list(self.notes)}
+        return found | {name: dict(getattr(self, name)) for name in _BY_DTYPE} | {"notes": list(self.notes)}
 
 
 def names() -> tuple[str, ...]:
@@ -169,8 +192,9 @@ def from_dict(values: Any, what: str = "hardware") -> Hardware:
                 read[name] = parse_bytes(read[name], f"{what}: {name}")
             except ValueError as error:
                 raise HardwareError(str(error)) from error
-    if not isinstance(read["matmul_flops_per_s"], Mapping):
-        raise HardwareError(f"{what}: matmul_flops_per_s maps a dtype to a rate, got {read['matmul_flops_per_s']!r}")
+    for name in _BY_DTYPE:
+        if not isinstance(read.get(name, {}), Mapping):
+            raise HardwareError(f"{what}: {name} maps a dtype to a rate, got {read[name]!r}")
     notes = read.get("notes", ())
     if isinstance(notes, str) or not all(isinstance(note, str) for note in notes):
         raise HardwareError(f"{what}: notes is a list of strings, got {notes!r}")
@@ -178,7 +202,7 @@ def from_dict(values: Any, what: str = "hardware") -> Hardware:
 
 
 def _has_default(item: "dataclasses.Field[Any]") -> bool:
-    return item.default is not dataclasses.MISSING
+    return item.default is not dataclasses.MISSING or item.default_factory is not dataclasses.MISSING
 
 
 def _positive(machine: str, name: str, value: object, whole: bool = False) -> None:

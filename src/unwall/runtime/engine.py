@@ -9,6 +9,7 @@ pass: memory, never a wrong value.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.meter import LinkMeter
 from unwall.tiers.tiers import Tiers
+
+discarded: "deque[Callable[[], None]]" = deque()
+"""What is left of optimizers that are gone. Their finalisers may run on any thread, under any lock: they only add to this."""
+
+
+def free_discarded() -> None:
+    """Frees it, where waiting and locking is allowed: on a thread that calls unwall."""
+    while discarded:
+        discarded.popleft()()
 
 
 @dataclass
@@ -167,7 +177,8 @@ class Engine:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         index = self._flats.get(tensor.untyped_storage()._cdata)
-        return tensor if index is None else (index, tensor)
+        # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
+        return tensor.detach() if index is None else (index, tensor.detach())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
@@ -186,6 +197,7 @@ class Engine:
         self._backward_pins.clear()
         self._open_calls = [0] * len(self.groups)
         self.executor.phase += 1
+        free_discarded()
         if self.lent:
             raise RuntimeError("the model cannot run inside unwall.full_params: leave the context first")
         self.executor.unpin_all()
@@ -284,8 +296,8 @@ class Engine:
         if index in self._backward_pins:
             self.executor.trace.record(index)
             return
-        self._backward_pins.add(index)
         self.executor.use(index)
+        self._backward_pins.add(index)
 
     def _unpin_if_done(self, index: int) -> None:
         if index in self._backward_pins and not self._awaiting[index] and self._open_calls[index] == 0:
@@ -347,6 +359,7 @@ class Engine:
 
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
+        free_discarded()
         self.settle()
         self.groups[0].staging.close()
         for group in self.groups:
@@ -354,6 +367,8 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Forgets every gradient of the model."""
+        for index in range(len(self.groups)):
+            self._tell(self.guards, index)
         for gradient in self.gradients:
             gradient.clear()
         self.loss_scale = 1.0
@@ -364,7 +379,7 @@ class Engine:
         with suppress(DiskError):  # it is not wanted any more
             gradient.finish_reduce()
         gradient.present -= slots
-        gradient.arrived -= slots
+        gradient.drop_pending(slots)
         if not gradient.present and not gradient.pending:
             gradient.clear()
             if not any(other.present or other.pending for other in self.gradients):

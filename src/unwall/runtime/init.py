@@ -8,10 +8,11 @@ its storage object, so views and ``.data`` work like the parameter itself. Every
 pages the same parameters in the same order.
 """
 
+import ctypes
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from unwall.tiers.sizes import align_up
 
 RESIDENT_BYTES = 4 << 20
 """How much may stay in memory of what was touched last (two parameters may, however large)."""
+TRIM_BYTES = 8 << 20
 
 _pages = WeakIdKeyDictionary()  # parameter -> Page, once its model was built
 
@@ -161,6 +163,7 @@ class Pager(TorchDispatchMode):
         self._resident: OrderedDict[int, Page] = OrderedDict()  # least lately touched first
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._paging = False  # our own copies are operations, too
+        self._out_bytes = 0
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -216,6 +219,12 @@ class Pager(TorchDispatchMode):
             self._shrink(RESIDENT_BYTES, max(2, len(touched)))
         return result
 
+    def _trim(self) -> None:
+        """glibc keeps freed blocks of a parameter's size for itself; with many of them that would be the model again."""
+        self._out_bytes = 0
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
     def _shrink(self, limit_bytes: int, keep: int) -> None:
         total = sum(page.nbytes for page in self._resident.values())
         self._paging = True
@@ -224,6 +233,9 @@ class Pager(TorchDispatchMode):
                 _, page = self._resident.popitem(last=False)
                 page.out()
                 total -= page.nbytes
+                self._out_bytes += page.nbytes
+                if self._out_bytes > TRIM_BYTES:
+                    self._trim()
         finally:
             self._paging = False
 

@@ -67,8 +67,13 @@ def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
             if segment.slot == slot:
                 piece = value.reshape(-1)[segment.start : segment.start + segment.numel]
                 write_master(group, segment.shard_start, piece)
+    group.generation += 1
     if not group.flat_is_home and group.residence is not Residence.ABSENT:
+        # Others of the group may be the user's, or torch's loading, right now: they keep what they show.
+        kept = [(other, other.data) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
         group.drop()
+        for other, data in kept:
+            other.data = data
 
 
 @contextmanager
@@ -78,20 +83,24 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
     params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]
-    places = [engine.places[id(param)] for param in params]
-    for param in params:
-        value = reader.get(param)
-        assert value is not None
-        engine.lent.add(id(param))
-        param.data = value
+    lent: list[nn.Parameter] = []
     try:
+        for param in params:
+            value = reader.get(param)
+            assert value is not None
+            engine.lent.add(id(param))
+            lent.append(param)
+            param.data = value
         yield
-    finally:
-        for param, (index, slot) in zip(params, places, strict=True):
-            engine.lent.discard(id(param))
-            if write:
+        if write:
+            for param in lent:
                 engine.ranks.broadcast(param.data)
                 put_whole(engine, param, param.data)
+            engine.groups[0].staging.close()
+    finally:
+        for param in lent:
+            engine.lent.discard(id(param))
+            index, slot = engine.places[id(param)]
             engine.groups[index].show(slot)
 
 

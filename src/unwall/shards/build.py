@@ -1,6 +1,6 @@
 """From a module to groups: what each parameter computes in, what fits, and moving the values into shards."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Entry, Unit, build_groups, entries_of, group_bytes
 from unwall.shards.layout import Layout, build_layout
-from unwall.shards.master import MASTER, REMAINDER, clear_master, master_bytes, rounded, write_master
+from unwall.shards.master import MASTER, REMAINDER, clear_master, master_bytes, read_master, rounded, write_master
 from unwall.shards.placement import (
     Home,
     Sizes,
@@ -109,6 +109,7 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
                 whole=plan.stage < 3 or world_size == 1,
                 trainable=kind.trainable,
                 own_numel=owned,
+                sum_bytes=owned * max(4, grad_item) if kind.trainable and plan.passes > 1 else 0,
             )
         )
     return found
@@ -121,6 +122,19 @@ class Room:
     device_bytes: int | None = None
     host_bytes: int | None = None
     disk_bytes: int | None = None
+
+
+def smallest(rooms: Sequence[Room]) -> Room:
+    """What every rank has: all must place the groups alike."""
+
+    def least(values: list[int | None]) -> int | None:
+        return min((value for value in values if value is not None), default=None)
+
+    return Room(
+        least([room.device_bytes for room in rooms]),
+        least([room.host_bytes for room in rooms]),
+        least([room.disk_bytes for room in rooms]),
+    )
 
 
 def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, room: Room) -> list[Home]:
@@ -163,7 +177,29 @@ def make_groups(
 
     ``whole_value`` gives a parameter's value, or None where there is none yet (meta device): NaN until it is loaded.
     """
-    groups, gradients = [], []
+    groups: list[Group] = []
+    gradients: list[Gradient] = []
+    taken: list[tuple[Group, int]] = []
+    try:
+        _make_all(planned, homes, plan, tiers, ranks, whole_value, groups, gradients, taken)
+    except BaseException as error:
+        _put_back(taken, error)
+        raise
+    ranks.begin_announcing(-(-max(len(group.params) for group in groups) // 62))
+    return groups, gradients
+
+
+def _make_all(
+    planned: list[tuple[Unit, Layout]],
+    homes: list[Home],
+    plan: Plan,
+    tiers: Tiers,
+    ranks: Ranks,
+    whole_value: Callable[[Entry], torch.Tensor | None],
+    groups: list[Group],
+    gradients: list[Gradient],
+    taken: list[tuple[Group, int]],
+) -> None:
     staging = Staging()
     for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True)):
         group = Group(
@@ -179,7 +215,7 @@ def make_groups(
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
         )
-        _fill(group, unit, ranks, whole_value)
+        _fill(group, unit, ranks, whole_value, taken)
         staging.close()
         if group.flat_is_home:
             group.attach()
@@ -188,11 +224,26 @@ def make_groups(
         if layout.dtype is torch.float64:
             dtype = layout.dtype
         gradients.append(Gradient(group, tiers, ranks, dtype, keep_flat=plan.stage < 2, everywhere=plan.stage == 0))
-    ranks.begin_announcing(-(-max(len(group.params) for group in groups) // 62))
-    return groups, gradients
 
 
-def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry], torch.Tensor | None]) -> None:
+def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:
+    """Something failed half way: the parameters that were taken already get their values back, where this rank has them."""
+    for group, slot in taken:
+        place = group.layout.slots[slot]
+        if group.own_numel != group.layout.padded_numel:
+            error.add_note("the parameters are cut over the ranks already: build the model again before another shard")
+            return
+        values = read_master(group)[place.offset : place.end].view(place.shape)
+        group.params[slot].data = values.to(group.dtypes[slot], copy=True)
+
+
+def _fill(
+    group: Group,
+    unit: Unit,
+    ranks: Ranks,
+    whole_value: Callable[[Entry], torch.Tensor | None],
+    taken: list[tuple[Group, int]],
+) -> None:
     kind = unit.entries[0].kind
     assert isinstance(kind, Kind)
     if group.layout.dtype is torch.bfloat16 and (kind.exact or kind.trainable):
@@ -225,3 +276,4 @@ def _fill(group: Group, unit: Unit, ranks: Ranks, whole_value: Callable[[Entry],
                 )
                 torch.utils.swap_tensors(entry.param, real)
             group.detach_one(slot)
+            taken.append((group, slot))

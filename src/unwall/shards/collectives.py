@@ -158,6 +158,14 @@ class Ranks:
         dist.all_gather_object(every, names, group=self._control)
         return set().union(*every)
 
+    def every(self, thing: Any) -> list[Any]:
+        """Every rank's object, by rank."""
+        if self.size == 1:
+            return [thing]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, thing, group=self._control)
+        return found
+
     def broadcast_object(self, thing: Any) -> Any:
         """Rank 0's object on every rank."""
         if self.size == 1:

@@ -12,7 +12,7 @@ from unwall.native.library import DiskError
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.group import Group
 from unwall.shards.store import Store
-from unwall.tiers.block import MemoryBlock
+from unwall.tiers.block import DiskBlock, MemoryBlock
 from unwall.tiers.disk import named
 from unwall.tiers.host import DTYPES
 from unwall.tiers.ticket import Ticket
@@ -34,6 +34,8 @@ class Gradient:
         """What it travels over the ranks in."""
         self.passes = 0
         """Reductions since the last step."""
+        self.serial = 0
+        """Counts reductions: says whether a gradient is still the one that was seen before."""
         self.arrived: set[int] = set()
         """Parameters whose gradient is in the flat buffer and not yet reduced."""
         self.present: set[int] = set()
@@ -59,7 +61,7 @@ class Gradient:
         self._leaves = group.home.tier == "host"
         self._to_disk = group.home.grads == "disk"
         self._stores: dict[torch.dtype, Store] = {}  # disk: kept, because an update reads them after `clear`
-        self._lost: DiskError | None = None
+        self._lost: Exception | None = None
         self._landing_block: MemoryBlock | None = None  # host memory that gradients are copied to, kept for the next pass
         self._landing: Ticket | None = None
         self._leaving: MemoryBlock | None = None  # what the landing copies from
@@ -70,11 +72,16 @@ class Gradient:
         return self.value is not None or self.stored is not None
 
     def check(self) -> None:
-        """Raises where the gradient should be here, but the disk did not take it."""
-        if self._lost is not None:
-            error = named(self._lost, f"keeping the gradient of group {self.group.name}")
-            error.add_note("call zero_grad() and run the forward and backward of this step again")
-            raise error from self._lost
+        """Raises where the gradient should be here, but its tier did not take it."""
+        if self._lost is None:
+            return
+        advice = "call zero_grad() and run the forward and backward of this step again"
+        if isinstance(self._lost, DiskError):
+            error: Exception = named(self._lost, f"keeping the gradient of group {self.group.name}")
+            error.add_note(advice)
+        else:
+            error = RuntimeError(f"the gradient of group {self.group.name} could not be kept ({self._lost}): {advice}")
+        raise error from self._lost
 
     @property
     def pending(self) -> set[int]:
@@ -129,6 +136,7 @@ class Gradient:
         self.finish_reduce()
         self.present |= present
         self.passes += 1
+        self.serial += 1
         if contribute:
             flat = self._flat_for_writing()
             self._clear_rest(flat)
@@ -179,9 +187,11 @@ class Gradient:
         if self._leaves:
             try:
                 self._finish_landing(incoming)
-            except DiskError as error:
+            except Exception as error:
                 self._lost = error
-                self.check()
+                if isinstance(error, DiskError):
+                    self.check()
+                raise
             finally:
                 self._leaving = None
                 self._device.free(incoming)
@@ -200,8 +210,7 @@ class Gradient:
 
     def clear(self) -> None:
         """Forgets every gradient (``zero_grad``, or after the step)."""
-        with suppress(DiskError):  # it is not wanted any more
-            self.finish_reduce()
+        self._discard_incoming()
         self.arrived.clear()
         self.present.clear()
         self.passes = 0
@@ -212,6 +221,34 @@ class Gradient:
         if self._flat_block is not None:
             self._release_flat()
         self._forget_local()
+
+    def _discard_incoming(self) -> None:
+        """What is on its way is not wanted any more. The ranks' exchange runs to its end; nothing lands."""
+        if self._incoming is None:
+            return
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._landing is not None and self._leaving is not None:
+            with suppress(Exception):
+                self._landing.wait()  # it reads what is freed now
+        if self._sent is not None and self._sent is not self._flat_block:
+            self._device.free(self._sent)
+        self._device.free(self._incoming)
+        self._incoming = self._sent = self._leaving = None
+
+    def drop_pending(self, slots: set[int]) -> None:
+        """Forgets gradients of some parameters that were not reduced yet."""
+        self.arrived -= slots
+        if self._local_slots & slots:
+            assert self._local_block is not None
+            local = self._local_block.view(torch.promote_types(self.dtype, torch.float32))
+            for slot in self._local_slots & slots:
+                place = self.group.layout.slots[slot]
+                local[place.offset : place.end].zero_()
+            self._local_slots -= slots
+            if not self._local_slots:
+                self._forget_local()
 
     def _forget_local(self) -> None:
         if self._local_block is not None:
@@ -232,16 +269,19 @@ class Gradient:
         if not self._leaves or self._leaving is self._incoming:
             return
         assert self._incoming is not None
-        self._leaving = self._incoming
         if self.stored is not None:
+            self._leaving = self._incoming
             return  # adds up when it is finished
         if self.value is not None:
             self._widen()  # what landed before must not be overwritten
+        if self._to_disk:
+            self.group.staging.close()
         arriving = self._incoming.view(self.dtype)
         if arriving.is_cuda or self._to_disk:
             self.square_sum = self._square(arriving) if self.value is None else None
         target = self._store_for(self.dtype).block if self._to_disk else self._landing_memory()
         self._landing = self._tiers.links.copy(self._incoming, target, self.group.name)
+        self._leaving = self._incoming
 
     def _landing_memory(self) -> MemoryBlock:
         if self._landing_block is None:
@@ -267,19 +307,29 @@ class Gradient:
 
     def _add_on_disk(self, incoming: torch.Tensor) -> None:
         assert self.stored is not None
-        wide = self._store_for(torch.promote_types(self.dtype, torch.float32))
-        total = wide.tensor()
-        if self.stored is not wide:
-            total.copy_(self.stored.tensor(write=False))
-        total.add_(incoming.to(total.device))
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        before = self.stored.tensor(write=False).to(dtype, copy=True)
+        self.group.staging.close()
+        if dtype not in self._stores:  # grows into a place of twice the size, of which a first pass later uses the head
+            self.stored = None
+            self._stores.pop(self.dtype).free()
+        total = self._store_for(dtype).tensor()
+        torch.add(before, incoming.to(total.device), out=total)
         self.square_sum = self._square(total)
-        self.stored = wide
+        self.stored = self._store_for(dtype)
         self.group.staging.close()
 
     def _store_for(self, dtype: torch.dtype) -> Store:
         if dtype not in self._stores:
             group, label = self.group, f"gradient of group {self.group.name}"
-            self._stores[dtype] = Store(self._tiers, group.staging, "disk", group.own_numel, dtype, label, group.index)
+            wider = next(iter(self._stores.values()), None)
+            head = None
+            if wider is not None:
+                assert isinstance(wider.block, DiskBlock)
+                head = wider.block.head(group.own_numel * dtype.itemsize)
+            self._stores[dtype] = Store(
+                self._tiers, group.staging, "disk", group.own_numel, dtype, label, group.index, block=head
+            )
         return self._stores[dtype]
 
     def _square(self, own: torch.Tensor) -> torch.Tensor | None:
@@ -310,6 +360,7 @@ class Gradient:
             return
         self.square_sum = None
         self.await_landing()
+        self.group.finish_update()  # it may still read them
         value = self.value if self.stored is None else self.stored.tensor()
         assert value is not None
         for segment in self.group.owned_segments():

@@ -74,6 +74,8 @@ class Group:
         self.update: Ticket | None = None
         """An update of this group that is under way on the host."""
         self.staging = staging
+        self.generation = 0
+        """Counts changes of the states other than by updates: what was computed from them before is out of date."""
         self._tiers = tiers
         self._ranks = ranks
         self._gathering: Work | None = None
@@ -115,6 +117,13 @@ class Group:
         if self.evictable:
             self._tiers.device.inflate(self._flat_block)
         self.residence = Residence.ARRIVING
+        try:
+            self._start_filling()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _start_filling(self) -> None:
         with torch.no_grad(), _quietly(self.flat):
             if self.home.tier == "host":
                 assert self.param is not None
@@ -170,11 +179,19 @@ class Group:
             return
         try:
             order_after(copying, self._tiers.device.device)
-        except DiskError as error:
-            self.detach()  # the next use tries again
+        except BaseException as error:
+            self._give_up()
+            if isinstance(error, DiskError):
+                raise named(error, f"reading the parameters of group {self.name}") from error
+            raise
+
+    def _give_up(self) -> None:
+        """A fetch failed: ABSENT, so that the next use tries again."""
+        self._copying = self._gathering = None
+        if self.residence is not Residence.ABSENT:
+            self.detach()
             if self.evictable:
                 self._tiers.device.deflate(self._flat_block)
-            raise named(error, f"reading the parameters of group {self.name}") from error
 
     def _gather_source(self) -> torch.Tensor:
         if self.home.tier == "host" or self.flat_is_home:

@@ -20,6 +20,7 @@ def master_bytes(dtype: torch.dtype) -> int:
 
 def write_master(group: Group, start: int, values: torch.Tensor) -> None:
     """Sets owned elements from ``start`` on, parameters and master, to ``values`` (any float dtype, flat)."""
+    group.finish_update()
     span = slice(start, start + values.numel())
     target = group.own_param[span]
     if group.layout.dtype is torch.bfloat16:
@@ -40,6 +41,7 @@ def read_master(group: Group, device: torch.device | None = None) -> torch.Tenso
     """The owned run in full precision: fp32, or the parameters' own dtype where that is the master.
 
     ``device``: where it will be needed. A split master crosses a link in halves and is joined there."""
+    group.finish_update()
     if group.has_state(MASTER):
         return group.state(MASTER, torch.float32, write=False)
     half = group.own_param_for(write=False)
@@ -79,6 +81,7 @@ def _split_into(half: torch.Tensor, rest: torch.Tensor | None, values: torch.Ten
 
 def widen_master(group: Group) -> torch.Tensor:
     """Turns the master into an fp32 tensor that a torch optimizer can update, and returns it."""
+    group.finish_update()
     if group.layout.dtype not in (torch.bfloat16, torch.float16):
         return group.own_param
     if not group.has_state(MASTER):

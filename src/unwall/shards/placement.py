@@ -44,6 +44,8 @@ class Sizes:
     trainable: bool
     own_numel: int
     """Elements whose states this rank keeps."""
+    sum_bytes: int = 0
+    """What the sum of several passes takes beside the gradient that landed last, on the host (0 where there is one pass)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def device_bytes_of(sizes: Sizes, home: Home) -> int:
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
-    return _on("host", sizes, home)
+    return _on("host", sizes, home) + (sizes.sum_bytes if home.grads == "host" else 0)
 
 
 def disk_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -112,11 +114,11 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
 
 
 def chunk_elements(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """How much of a group's state an update of state on disk works on at a time: a quarter of the smallest model's largest
-    group, so that reads, updates and writes overlap there, too."""
+    """How much of a group's state an update of state on disk works on at a time: a sixteenth of a small model's largest group,
+    so that reads, updates and writes overlap there, too."""
     largest = max((size.own_numel for size, home in zip(sizes, homes, strict=True) if home.on_disk), default=0)
     step = ALIGNMENT // 2  # whole sectors in every representation
-    return min(CHUNK_ELEMENTS, align_up(-(-largest // 4), step)) if largest else 0
+    return min(CHUNK_ELEMENTS, align_up(-(-largest // 16), step)) if largest else 0
 
 
 def ring_slot_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
@@ -131,7 +133,8 @@ def host_working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     on_disk = [(size, home) for size, home in zip(sizes, homes, strict=True) if home.on_disk]
     if not on_disk:
         return 0
-    total = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, chunk_elements(sizes, homes)) for size, home in on_disk)
+    elements = chunk_elements(sizes, homes)
+    total = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in on_disk)
     crossings = {"params" for _, home in on_disk if home.params == "disk"} | {
         "grads" for _, home in on_disk if home.grads == "disk"
     }

@@ -35,7 +35,7 @@ class Staging:
 
 
 class Store:
-    """``numel`` elements of ``dtype`` on a tier, zeros at first."""
+    """``numel`` elements of ``dtype`` on a tier, zeros at first (or in a ``block`` that is there already)."""
 
     def __init__(
         self,
@@ -48,13 +48,14 @@ class Store:
         group: int,
         *,
         pinned: bool = False,
+        block: Block | None = None,
     ) -> None:
         self.dtype = dtype
         self.numel = numel
         self.label = label
         self.group = group
         self.pinned = pinned
-        self.block: Block = tiers.zeros(tier, numel, dtype, label, pinned=pinned)
+        self.block: Block = tiers.zeros(tier, numel, dtype, label, pinned=pinned) if block is None else block
         self._tiers = tiers
         self._staging = staging
         self._staged: HostBlock | None = None

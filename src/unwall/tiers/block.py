@@ -91,6 +91,14 @@ class DiskBlock(Block):
         self.in_flight: weakref.WeakSet[NativeTicket] = weakref.WeakSet()
         """Requests on the extents. Weak: a ticket that is dropped has waited for its request in its finaliser."""
 
+    def head(self, nbytes: int) -> "DiskBlock":
+        """The first bytes of this block as a block, to be used in its place for a while. It is not freed."""
+        if not 0 < nbytes <= self.nbytes:
+            raise ValueError(f"the first {nbytes} bytes are not a part of {self!r}")
+        part = DiskBlock(self.ledger, nbytes, self.label, self.extents)
+        part.in_flight = self.in_flight
+        return part
+
     def pieces(self, offset: int, nbytes: int) -> list[tuple[Extent, int]]:
         """File extents that hold ``nbytes`` from ``offset`` on, each with its position relative to ``offset``."""
         self.check_live()

@@ -94,8 +94,12 @@ class DiskTier:
                 length = min(_ZERO_BYTES, extent.nbytes - position)
                 tickets += self.write(block, start + position, memory.address, length, keep=memory)
             start += extent.nbytes
-        for ticket in tickets:
-            ticket.wait()
+        try:
+            for ticket in tickets:
+                ticket.wait()
+        except BaseException:
+            self.free(block)
+            raise
         return block
 
     def free(self, block: Block) -> None:

@@ -1,7 +1,9 @@
 """The host tier: exact-size memory, page-locked on request."""
 
 import contextlib
+import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from unwall.native.memory import HostMemory
 from unwall.native.pool import DType, WorkerPool
 from unwall.tiers.block import Block, MemoryBlock, check_size
-from unwall.tiers.ledger import Ledger, TierName
+from unwall.tiers.ledger import BudgetError, Ledger, TierName
 from unwall.tiers.sizes import format_bytes
 
 DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
@@ -31,10 +33,17 @@ class HostTier:
         self.ledger = Ledger("host", budget_bytes)
         self.pool = pool
         """The workers that touch fresh memory; whoever works on host memory may use them, too."""
+        self.reclaimers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        """Asked to give back what they can do without, before an allocation is refused."""
 
     def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> "HostBlock":
         check_size(nbytes, self.name)
-        self.ledger.reserve(nbytes, label)
+        try:
+            self.ledger.reserve(nbytes, label)
+        except BudgetError:
+            for reclaim in filter(None, (method() for method in self.reclaimers)):
+                reclaim()
+            self.ledger.reserve(nbytes, label)
         try:
             memory = HostMemory(nbytes, self.pool)
             buffer = memory.buffer()
@@ -81,7 +90,14 @@ def available_bytes() -> int:
 def spare_bytes(ledger: Ledger) -> int:
     """What the host could hold beyond what is needed: what the budget leaves or, without one, all but a fifth of the memory."""
     free = ledger.free_bytes
-    return free if free is not None else max(0, available_bytes() - _meminfo_bytes("MemTotal") // 5)
+    if free is not None:
+        return free
+    return max(0, available_bytes() - _meminfo_bytes("MemTotal") // 5) // local_ranks()
+
+
+def local_ranks() -> int:
+    """Ranks that share this machine (torchrun says so)."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _meminfo_bytes(field: str) -> int:

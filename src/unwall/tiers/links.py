@@ -104,7 +104,9 @@ class Links:
     def _stager(self, source: TierName, target: TierName) -> Stager:
         with self._lock:
             if (source, target) not in self._stagers:
-                self._stagers[source, target] = Stager(f"{source}>{target}", BounceRing(self.host, *self._ring_shape))
+                ring = BounceRing(self.host, *self._ring_shape)
+                ring.fill()  # here, not on the stager's thread, which knows no device and has no one to tell
+                self._stagers[source, target] = Stager(f"{source}>{target}", ring)
             return self._stagers[source, target]
 
     def _check(self, source: Region, target: Region) -> None:

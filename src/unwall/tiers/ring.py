@@ -17,6 +17,15 @@ class BounceRing:
         self._free: list[HostBlock] = []
         self._used: set[HostBlock] = set()
 
+    def fill(self) -> None:
+        """Takes the memory of every slot now, on the calling thread, so that it cannot be missing later."""
+        try:
+            while len(self._free) + len(self._used) < self.slots:
+                self._free.append(self._host.allocate(self.slot_bytes, "bounce ring", pinned=True))
+        except BaseException:
+            self.close()
+            raise
+
     @property
     def in_use(self) -> int:
         """How many slots are taken now."""

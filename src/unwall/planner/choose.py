@@ -1,0 +1,172 @@
+"""Choosing: the fastest plan that fits, those that lost and why, and what would help when nothing fits."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from unwall.plan import Plan, PlanError
+from unwall.planner.candidates import Candidate, Room, Short, build, candidates, device_room, room_of, shortage
+from unwall.planner.hardware import Hardware
+from unwall.planner.job import Keeping, Workload
+from unwall.planner.outline import Outline
+from unwall.planner.pace import dtype_name
+from unwall.planner.predict import Prediction
+from unwall.planner.search import Search, Tried, Verdict
+from unwall.tiers.sizes import format_bytes
+
+Objective = Literal["speed", "memory"]
+AS_FAST = 1.01
+"""Two predictions that differ by less are the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenPlan(Plan):
+    """A plan with what is known about it. ``print`` shows it; ``unwall.shard(model, plan)`` takes it."""
+
+    name: str = field(default="", compare=False)
+    """What it does, in words."""
+    model: str = field(default="", compare=False)
+    machine: str = field(default="", compare=False)
+    ranks: int = field(default=1, compare=False)
+    workload: Workload = field(default_factory=Workload, compare=False)
+    """Samples of one pass, passes before a step, and whether to recompute: the caller's loop does that."""
+    prediction: Prediction | None = field(default=None, compare=False, repr=False)
+    runners_up: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
+    advice: tuple[str, ...] = field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        from unwall.planner.report import as_text  # rich is only needed to print
+
+        return as_text(self)
+
+    def to_plan(self) -> Plan:
+        """Only the plan."""
+        return Plan(**{item.name: getattr(self, item.name) for item in dataclasses.fields(Plan)})
+
+
+def choose(
+    outline: Outline,
+    hardware: Hardware,
+    *,
+    ranks: int | None = None,
+    batch: int | None = None,
+    seq: int = 1024,
+    clip: bool = True,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    disk_bytes: int | None = None,
+    directory: str | None = None,
+    compute_dtype: torch.dtype | None = None,
+    objective: Objective = "speed",
+    offload_activations: bool = False,
+) -> ChosenPlan:
+    """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
+
+    ``batch``: samples of one step, over all ranks. The budgets are a rank's, as in ``Plan``. ``offload_activations``: also look
+    at plans that keep activation checkpoints on the host, which the engine does not do yet.
+    """
+    if objective not in ("speed", "memory"):
+        raise PlanError(f"objective is speed or memory, got {objective!r}")
+    ranks = hardware.devices if ranks is None else ranks
+    per_rank = _per_rank(batch, ranks)
+    dtype = _dtype(hardware, compute_dtype)
+    if ranks > 1 and not hardware.ceilings(dtype_name(dtype)).collective_bytes_per_s:
+        raise PlanError(f"{ranks} ranks, but {hardware.name} says nothing about what lies between them: collective_bytes_per_s")
+    room = room_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
+    kept: tuple[Keeping, ...] = ("keep", "recompute", "host") if offload_activations else ("keep", "recompute")
+    listed = list(candidates(ranks, per_rank, seq, clip, room, kept))
+    search = Search(outline, hardware, ranks, room, dtype)
+    search.run(listed, stop_early=objective == "speed")
+    tried, lost = search.tried, list(search.lost.values())
+    if not tried:
+        raise PlanError(_nothing_fits(outline, hardware, ranks, room, dtype, listed[-1].workload))
+    best = _best(tried, objective)
+    for found in tried:
+        if found is not best:
+            lost.append(
+                Verdict(found.candidate.name, found.job.workload, _why(found, best, objective), found.prediction.step_s)
+            )
+    named = {found.candidate.name for found in tried}
+    lost = [verdict for verdict in lost if verdict.name not in named or verdict.step_s is not None]
+    lost.sort(key=lambda verdict: (verdict.step_s is None, verdict.step_s or 0.0))
+    plan = {item.name: getattr(best.job.plan, item.name) for item in dataclasses.fields(Plan)}
+    return ChosenPlan(
+        **plan, name=best.candidate.name, model=outline.description.name, machine=hardware.name, ranks=ranks,
+        workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost), advice=tuple(_advice(best)),
+    )  # fmt: skip
+
+
+def _per_rank(batch: int | None, ranks: int) -> int:
+    batch = ranks if batch is None else batch
+    for name, value in (("batch", batch), ("ranks", ranks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PlanError(f"{name} must be a whole number above 0, got {value!r}")
+    if batch % ranks:
+        nearest = max(1, round(batch / ranks)) * ranks
+        raise PlanError(f"a batch of {batch} samples cannot be dealt out evenly to {ranks} ranks; {nearest} can")
+    return batch // ranks
+
+
+def _dtype(hardware: Hardware, asked: torch.dtype | None) -> torch.dtype:
+    if asked is not None:
+        hardware.flops_per_s(dtype_name(asked))
+        return asked
+    known = [dtype for dtype in (torch.bfloat16, torch.float16) if dtype_name(dtype) in hardware.matmul_flops_per_s]
+    return known[0] if known else torch.float32
+
+
+def _best(tried: list[Tried], objective: Objective) -> Tried:
+    """The fastest; of those as fast (as far as a prediction can tell) the simplest."""
+    if objective == "memory":
+        return min(tried, key=lambda found: (found.prediction.tier_bytes("device"), found.prediction.step_s))
+    least = min(found.prediction.step_s for found in tried)
+    near = [found for found in tried if found.prediction.step_s <= least * AS_FAST]
+    return min(near, key=lambda found: (found.candidate.order, found.prediction.step_s))
+
+
+def _why(found: Tried, best: Tried, objective: Objective) -> str:
+    if objective == "memory":
+        more = found.prediction.tier_bytes("device") - best.prediction.tier_bytes("device")
+        return f"{format_bytes(more)} more on the device"
+    ratio = found.prediction.step_s / best.prediction.step_s
+    busiest = max(found.prediction.busy_s, key=lambda queue: found.prediction.busy_s[queue])
+    if ratio <= AS_FAST:
+        return "as fast, and less simple"
+    return f"{ratio:.2f} times the time; most of it {busiest}"
+
+
+def _advice(best: Tried) -> list[str]:
+    load, found = best.job.workload, []
+    if load.recompute:
+        found.append("wrap each block in torch.utils.checkpoint (use_reentrant=False): activations are to be recomputed")
+    if load.activations == "host":
+        found.append("keep the blocks' inputs on the host: the engine does not do that yet")
+    if load.passes > 1:
+        found.append(f"run {load.passes} passes of {load.batch} samples a rank, then step: their gradients add up")
+    else:
+        found.append(f"run one pass of {load.batch} samples a rank, then step")
+    return found
+
+
+def _nothing_fits(outline: Outline, hardware: Hardware, ranks: int, room: Room, dtype: torch.dtype, smallest: Workload) -> str:
+    from unwall.planner.remedies import remedies
+
+    # Everything on the slowest tier there is asks least of the device, and leaves nothing to place group by group.
+    lowest = "disk" if room.directory is not None and room.disk_bytes else "host"
+    fields: dict[str, Any] = {"stage": 3, "params": lowest, "optimizer": lowest}
+    if lowest == "disk":
+        fields |= {"grads": "disk", "disk": room.directory}
+    place = Candidate(name="smallest", fields=fields, workload=smallest, budgeted=True)
+    lacks: list[str] = []
+    spare = device_room(place, outline, room)
+    if spare <= 0:
+        lacks.append(f"activations of one sample of {smallest.seq} tokens, recomputed, leave no room on the device")
+    else:
+        lack: Short | None = shortage(build(place, outline, ranks, room, dtype)[1], room)
+        lacks.append(str(lack) if lack is not None else "what is in use at once does not fit the device")
+    helps = remedies(place, outline, hardware, ranks, room, dtype)
+    listed = "; ".join(helps) if helps else "nothing that was looked for (more memory, more ranks, a disk, shorter samples)"
+    many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return f"{outline.description.name} does not fit on {hardware.name} with {many}: {lacks[0]}. What would do: {listed}"

@@ -1,0 +1,100 @@
+"""Bytes a tier, each term named. The sums are those of ``shards/placement.py``, which the engine decides by."""
+
+from unwall.planner.job import Job, shadow_bytes
+from unwall.shards.placement import (
+    CHUNKS_IN_FLIGHT,
+    RING_SLOTS,
+    Home,
+    Sizes,
+    chunk_bytes,
+    chunk_elements,
+    ring_slot_bytes,
+    working_bytes,
+)
+from unwall.tiers.ledger import TierName
+
+MOMENT_BYTES = 8
+TIERS: tuple[TierName, ...] = ("device", "host", "disk")
+PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "moments"
+WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
+GATHERED, GRADIENTS_MOVING = "gathered at once", "gradients on their way"
+CHUNKS, RINGS, LOOKED_AT = "chunks under update", "rings between disk and device", "a state looked at"
+SHADOWS = "second places, for updates before the step"
+ACTIVATIONS, CHECKPOINTS = "activations (estimate)", "activation checkpoints (estimate)"
+
+Terms = dict[TierName, dict[str, int]]
+
+
+def terms_of(job: Job) -> Terms:
+    """What one rank holds on each tier, at most, with the activations beside it."""
+    found: Terms = {tier: {} for tier in TIERS}
+    for size, home in zip(job.sizes, job.homes, strict=True):
+        for tier, name, nbytes in _held(size, home, job.workload.passes):
+            found[tier][name] = found[tier].get(name, 0) + nbytes
+    _add_working(job, found)
+    found["host"][SHADOWS] = sum(shadow_bytes(job.sizes[index]) for index in job.shadowed)
+    on_device, on_host = job.activation_bytes()
+    found["device"][ACTIVATIONS] = on_device
+    if on_host:
+        found["host"][CHECKPOINTS] = on_host
+    return {tier: {name: nbytes for name, nbytes in terms.items() if nbytes} for tier, terms in found.items()}
+
+
+def _held(size: Sizes, home: Home, passes: int) -> list[tuple[TierName, str, int]]:
+    """Where each state of one group lies."""
+    moments = MOMENT_BYTES * size.own_numel if size.trainable else 0
+    params = size.shard_bytes if home.tier == "host" or not size.whole else size.flat_bytes
+    rows: list[tuple[TierName, str, int]] = [
+        (home.params, PARAMETERS, params),
+        (home.states, MASTER, size.state_bytes - moments),
+        (home.states, MOMENTS, moments),
+        (home.grads, GRADIENTS, size.grad_bytes),
+    ]
+    if home.grads != "host":
+        rows.append((home.grads, WIDENED, size.widening_bytes))
+    elif passes > 1 and size.trainable:  # beside the landed gradient
+        rows.append(("host", SUMS, size.grad_bytes + size.widening_bytes))
+    if home.resident:
+        rows.append(("device", PARAMETERS, size.flat_bytes))
+    return rows
+
+
+def _add_working(job: Job, found: Terms) -> None:
+    """What comes and goes: as ``working_bytes`` and ``host_working_bytes`` count it."""
+    come_and_go = [
+        size.flat_bytes
+        for size, home in zip(job.sizes, job.homes, strict=True)
+        if not (size.whole if home.tier == "device" else home.resident)
+    ]
+    gathered = sum(sorted(come_and_go)[-2:])
+    found["device"][GATHERED] = gathered
+    found["device"][GRADIENTS_MOVING] = working_bytes(job.sizes, job.homes) - gathered
+    on_disk = [(size, home) for size, home in zip(job.sizes, job.homes, strict=True) if home.on_disk]
+    if not on_disk:
+        return
+    elements = chunk_elements(job.sizes, job.homes)
+    chunks = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in on_disk)
+    ways = any(home.params == "disk" for _, home in on_disk) + any(home.grads == "disk" for _, home in on_disk)
+    rings = ways * RING_SLOTS * ring_slot_bytes(job.sizes, job.homes)
+    found["host"][CHUNKS], found["host"][RINGS] = chunks, rings
+    found["host"][LOOKED_AT] = max(MOMENT_BYTES * size.own_numel for size, _ in on_disk)
+
+
+def host_peak_bytes(terms: Terms, job: Job) -> int:
+    """What the engine's account of the host reaches while training. No state is looked at whole, except that a gradient on disk
+    is added to in memory."""
+    total = sum(nbytes for name, nbytes in terms["host"].items() if name not in (LOOKED_AT, CHECKPOINTS))
+    on_disk = [(size, home) for size, home in zip(job.sizes, job.homes, strict=True) if home.on_disk]
+    if not on_disk:
+        return total
+    if job.workload.passes > 1:
+        total += max((size.grad_bytes + size.widening_bytes for size, home in on_disk if home.grads == "disk"), default=0)
+    return total
+
+
+def disk_peak_bytes(terms: Terms, job: Job) -> int:
+    """The same of the disk: with several passes the gradient grows into a sum in fp32."""
+    disk = terms["disk"]
+    if job.workload.passes == 1:
+        return sum(nbytes for name, nbytes in disk.items() if name != WIDENED)
+    return sum(disk.values())

@@ -1,0 +1,177 @@
+"""A model as the schedule sees it: its operators in order, which groups each reads, and what each computes.
+
+[Note: order]
+The order of use is taken from the order of registration: forward runs through the operators, backward through the blocks from
+the last to the first. A model that registers its modules in another order than it calls them is predicted a little wrong, and
+trained right all the same: the engine watches.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from unwall.planner.description import Description, Part, chosen_share, from_module, units
+from unwall.shards.grouping import Unit
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A module that reads parameters of its own (or, tied, another one's)."""
+
+    params: tuple[nn.Parameter, ...]
+    active_numel: float
+    """Elements of matrices that each token passes."""
+    pair_flops: float
+    """FLOPs forward for each pair of tokens of a sample."""
+    block: int | None
+    """Which block it is in, counted over the model. None: beside the blocks."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operators that follow each other and read the same groups."""
+
+    groups: tuple[int, ...]
+    numel: int
+    """Parameters that are read."""
+    active_numel: float
+    pair_flops: float
+    block: int | None
+
+    def flops(self, batch: float, seq: float) -> float:
+        """Forward, for ``batch`` samples of ``seq`` tokens."""
+        return batch * seq * (2 * self.active_numel + self.pair_flops * seq)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model without values: a module on the meta device (or any other), its description and its operators."""
+
+    module: nn.Module
+    description: Description
+    operators: tuple[Operator, ...]
+
+    def segments(self, groups: Sequence[Unit]) -> list[Segment]:
+        """The model's forward as runs of operators over these groups. See [Note: order]."""
+        place = {id(entry.param): index for index, unit in enumerate(groups) for entry in unit.entries}
+        found: list[Segment] = []
+        for operator in self.operators:
+            read = tuple(sorted({place[id(param)] for param in operator.params}))
+            numel = sum(param.numel() for param in operator.params)
+            step = Segment(read, numel, operator.active_numel, operator.pair_flops, operator.block)
+            if found and (found[-1].groups, found[-1].block) == (read, step.block):
+                step = Segment(
+                    read,
+                    found[-1].numel + numel,
+                    found[-1].active_numel + step.active_numel,
+                    found[-1].pair_flops + step.pair_flops,
+                    step.block,
+                )
+                found.pop()
+            found.append(step)
+        return found
+
+
+def outline_of(module: nn.Module, name: str | None = None) -> Outline:
+    """A real module; only shapes are read. See ``description.from_module`` for what shapes do not show."""
+    return Outline(module, from_module(module, name), tuple(_operators(module)))
+
+
+def _operators(module: nn.Module) -> Iterator[Operator]:
+    share, block = chosen_share(module), -1
+    for _, inside, is_block in units(module):
+        block += is_block
+        for path, owner in inside:
+            params = tuple(owner.parameters(recurse=False))
+            if params:
+                used = share if "experts" in path.split(".") else 1.0
+                active = 0.0
+                if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+                    active = used * sum(param.numel() for param in params if param.dim() > 1)
+                yield Operator(params, active, 0.0, block if is_block else None)
+
+
+class _Weight(nn.Module):
+    """A parameter and nothing else."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(numel, device="meta"))
+
+
+def skeleton(description: Description, tiles: int = 1) -> Outline:
+    """A module on the meta device with the parameters of a description, and nothing that could run.
+
+    ``tiles`` cuts the largest matrix into so many parameters, as a tiled linear layer does, and the others so that none is
+    larger than that.
+    """
+    module, operators = nn.Module(), []
+    largest = max((piece.numel for part in description.parts for piece in part.pieces if piece.active_numel), default=1)
+    limit = largest if tiles == 1 else -(-largest // tiles)
+    parts = [part for part in description.parts if not part.is_block and not part.active_numel]  # looked up before the blocks
+    parts += [part for part in description.parts if part.is_block]
+    parts += [part for part in description.parts if not part.is_block and part.active_numel]
+    blocks = 0
+    for number, part in enumerate(parts):
+        repeats = nn.ModuleList() if part.is_block else None
+        for _ in range(part.count):
+            holder, found = _hold(part, limit, blocks if part.is_block else None)
+            blocks += part.is_block
+            if not part.is_block and part.active_numel > sum(piece.active_numel for piece in part.pieces):
+                found.append(_tied(module, part))
+            operators += found
+            if repeats is not None:
+                repeats.append(holder)
+            else:
+                module.add_module(f"{number}_{part.name}", holder)
+        if repeats is not None:
+            module.add_module(part.name.replace(".", "_"), repeats)
+    return Outline(module, description, tuple(operators))
+
+
+def _hold(part: Part, limit: int, block: int | None) -> tuple[nn.Module, list[Operator]]:
+    """The parameters of one part, each in a module of its own."""
+    holder, operators = nn.Module(), []
+    for number, piece in enumerate(part.pieces):
+        count = -(-piece.numel // limit) if piece.active_numel else 1
+        sizes = _split(piece.numel, count)
+        weights = [_Weight(size) for size in sizes]
+        holder.add_module(str(number), weights[0] if count == 1 else nn.ModuleList(weights))
+        for weight, size in zip(weights, sizes, strict=True):
+            share = size / piece.numel
+            pairs = part.pair_flops * share if number == 0 else 0.0
+            operators.append(Operator((weight.weight,), piece.active_numel * share, pairs, block))
+    return holder, operators
+
+
+def _tied(module: nn.Module, part: Part) -> Operator:
+    """A head without a matrix of its own reads the first table that was looked up."""
+    table = next(iter(module.parameters()))
+    return Operator((table,), part.active_numel, 0.0, None)
+
+
+def _split(numel: int, count: int) -> list[int]:
+    return [numel * (index + 1) // count - numel * index // count for index in range(count)]
+
+
+def passes_of(segments: Iterable[Segment], recompute: bool) -> list[tuple[int, str]]:
+    """The uses of one forward and backward: (segment, what is done there).
+
+    ``forward``, ``backward``, and with ``recompute``, right before a block's backward: ``begin`` (its last segment is looked
+    at) and ``again`` (its forward).
+    """
+    listed = list(segments)
+    order = [(index, "forward") for index in range(len(listed))]
+    end = len(listed)
+    while end:
+        start = end - 1
+        block = listed[start].block
+        while block is not None and start and listed[start - 1].block == block:
+            start -= 1
+        if recompute and block is not None:
+            order += [(end - 1, "begin"), *((index, "again") for index in range(start, end))]
+        order += [(index, "backward") for index in reversed(range(start, end))]
+        end = start
+    return order

@@ -1,0 +1,112 @@
+"""``unwall.plan`` and what the command does with it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unwall.plan import PlanError
+from unwall.planner.choose import ChosenPlan, Objective, choose
+from unwall.planner.description import Description
+from unwall.planner.hardware import Hardware, load
+from unwall.planner.outline import Outline
+from unwall.planner.probe import Progress, probe
+from unwall.planner.read import read_model
+from unwall.tiers.sizes import parse_bytes
+
+NOT_GIVEN = "disk"
+"""Stands for a directory on a machine that one does not have."""
+
+
+def plan(
+    model: "nn.Module | Outline | Description | str | Path",
+    *,
+    batch: int | None = None,
+    seq: int = 1024,
+    hardware: "Hardware | str | Path | None" = None,
+    ranks: int | None = None,
+    device_bytes: int | str | None = None,
+    host_bytes: int | str | None = None,
+    disk_bytes: int | str | None = None,
+    disk: str | Path | None = None,
+    compute_dtype: torch.dtype | None = None,
+    clip: bool = True,
+    objective: Objective = "speed",
+    vocab: int = 0,
+    tiles: int = 1,
+    offload_activations: bool = False,
+    progress: Progress | None = None,
+) -> ChosenPlan:
+    """The fastest plan that fits, with its prediction and those that lost: ``print`` it, or give it to ``unwall.shard``.
+
+    ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
+    shape such as ``80x10240``. ``batch`` is the samples of a step over all ranks, ``seq`` the tokens of a sample.
+    ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are a rank's, as in
+    ``Plan``. ``offload_activations`` also looks at what the engine does not do yet: activation checkpoints on the host.
+    PlanError says what would fit where nothing does.
+    """
+    outline = read_model(model, vocab, tiles)
+    machine, ranks = machine_of(hardware, ranks, disk, progress)
+    if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
+        raise PlanError(f"seq must be a whole number above 0, got {seq!r}")
+    directory = None if disk is None else str(disk)
+    if directory is None and hardware is not None and machine.disk_bytes:
+        directory = NOT_GIVEN
+    budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    found = choose(
+        outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
+        objective=objective, offload_activations=offload_activations,
+        **{name: _bytes(name, value) for name, value in budgets.items()},
+    )  # fmt: skip
+    if disk is None and found.disk is not None:
+        found = dataclasses.replace(found, advice=(*found.advice, "set disk= to a directory on the machine's fast drives"))
+    return found
+
+
+def machine_of(
+    hardware: "Hardware | str | Path | None", ranks: int | None, disk: str | Path | None, progress: Progress | None = None
+) -> tuple[Hardware, int]:
+    """The machine and how many ranks use it. This machine: one rank, or those of ``torch.distributed``."""
+    if hardware is not None:
+        machine = hardware if isinstance(hardware, Hardware) else load(hardware)
+        return machine, machine.devices if ranks is None else ranks
+    machine = probe(disk=disk, progress=progress)
+    if ranks is None:
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if 1 <= ranks < machine.devices_per_node:
+        machine = machine.with_nodes(1, ranks)
+    if ranks > machine.devices_per_node:
+        machine = _cut(machine, ranks)
+    return machine, ranks
+
+
+def _cut(machine: Hardware, ranks: int) -> Hardware:
+    """A machine without an accelerator, cut into one piece for each rank: memory, cores and all."""
+    if not machine.is_host:
+        raise PlanError(
+            f"{ranks} ranks, but this machine has {machine.devices_per_node} device{'s' * (machine.devices_per_node > 1)}: "
+            "describe the machines they run on with hardware="
+        )
+    rates: dict[str, Any] = {
+        name: {dtype: rate / ranks for dtype, rate in getattr(machine, name).items()}
+        for name in ("matmul_flops_per_s", "block_flops_per_s")
+    }
+    return dataclasses.replace(
+        machine, devices_per_node=ranks, device_bytes=machine.device_bytes // ranks,
+        collective_bytes_per_s=machine.collective_bytes_per_s or machine.host_to_device_bytes_per_s / ranks, **rates,
+    )  # fmt: skip
+
+
+def _bytes(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        found = parse_bytes(int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value, name)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if found == 0:
+        raise PlanError(f"{name} must be greater than zero, got {value!r}")
+    return found

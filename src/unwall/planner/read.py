@@ -1,0 +1,83 @@
+"""What a user calls a model: a config, a directory, ``module:function``, or a shape such as ``80x10240``."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from unwall.planner.configs import from_config
+from unwall.planner.description import Description, DescriptionError, from_shape
+from unwall.planner.outline import Outline, outline_of, skeleton
+
+_SHAPE_LIKE = re.compile(r"[\d.\-+\s]*[xX*][\d.\-+xX*\s]*|[\d.\-+\s]+")
+_PYTHON_LIKE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: int = 0, tiles: int = 1) -> Outline:
+    """Any of them as an outline. DescriptionError says what is wrong.
+
+    ``vocab`` goes with a shape. ``tiles`` cuts the matrices of a config or a shape.
+    """
+    if tiles < 1:
+        raise DescriptionError(f"tiles must be at least 1, got {tiles}")
+    if isinstance(model, Outline):
+        return model
+    if isinstance(model, nn.Module):
+        return outline_of(model)
+    if isinstance(model, Description):
+        return skeleton(model, tiles)
+    if isinstance(model, Path):
+        return skeleton(from_config(model), tiles)
+    if not isinstance(model, str):
+        raise DescriptionError(
+            f"a model is an nn.Module, a config.json or its directory, module:function, or a shape such as 80x10240, "
+            f"got {type(model).__name__}"
+        )
+    if _SHAPE_LIKE.fullmatch(model):
+        return skeleton(from_shape(model, vocab=vocab), tiles)
+    if Path(model).exists():
+        return skeleton(from_config(model), tiles)
+    if _PYTHON_LIKE.fullmatch(model):
+        return _call(model)
+    raise DescriptionError(
+        f"no model is called {model!r}: give a config.json or the directory it is in, module:function, "
+        "or a shape such as 80x10240"
+    )
+
+
+def read_dtype(name: str | None) -> torch.dtype | None:
+    """``bfloat16``, ``float16`` or ``float32``."""
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name is not None and name not in known:
+        raise DescriptionError(f"dtype is one of {', '.join(known)}, got {name!r}")
+    return None if name is None else known[name]
+
+
+def _call(path: str) -> Outline:
+    """``module:function``, called on the meta device. The function gives a module."""
+    name, _, attribute = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does: a module in the current directory is found
+    try:
+        found: object = importlib.import_module(name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ImportError as error:
+        raise DescriptionError(f"{path}: {name} cannot be imported: {error}") from error
+    except AttributeError as error:
+        raise DescriptionError(f"{path}: {error}") from error
+    if isinstance(found, nn.Module):
+        return outline_of(found, path)
+    if not callable(found):
+        raise DescriptionError(f"{path}: expected a function that returns an nn.Module, got {type(found).__name__}")
+    try:
+        with torch.device("meta"):
+            built = found()
+    except Exception as error:  # the user's own code
+        raise DescriptionError(f"{path}: failed on the meta device: {type(error).__name__}: {error}") from error
+    if not isinstance(built, nn.Module):
+        raise DescriptionError(f"{path}: expected an nn.Module, got {type(built).__name__}")
+    return outline_of(built, path)

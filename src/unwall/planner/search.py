@@ -1,0 +1,126 @@
+"""Trying plans one after the other.
+
+[Note: what is tried]
+For each kind of placement and each way to treat activations, the largest pass over the batch that fits is tried, and, where the
+room that activations leave decides about placement, also the next smaller one. Those that cannot be faster than the best one
+so far (compute alone takes longer) are not simulated. Nor is a disk where the same work fits without one, or where the
+device is too small whatever lies on disk.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unwall.planner.candidates import Candidate, Room, Short, build, device_room, shortage
+from unwall.planner.hardware import Hardware
+from unwall.planner.job import Job, Workload
+from unwall.planner.outline import Outline
+from unwall.planner.pace import pace_of
+from unwall.planner.predict import Prediction, predict
+from unwall.planner.simulate import NoRoomError
+from unwall.tiers.sizes import format_bytes
+
+MAX_PARAMS = 2000
+"""Parameter tensors of a model for which groups are still placed one by one: that takes the square of their number."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A plan that was looked at and not taken."""
+
+    name: str
+    workload: Workload
+    reason: str
+    """Why it lost."""
+    step_s: float | None = None
+    """As simulated; None where it does not fit or was ruled out before."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate that fits, with its numbers."""
+
+    candidate: Candidate
+    job: Job
+    prediction: Prediction
+
+
+class Search:
+    """See [Note: what is tried]. ``lost`` has one verdict for each placement that found no place in ``tried``."""
+
+    def __init__(self, outline: Outline, hardware: Hardware, ranks: int, room: Room, dtype: torch.dtype) -> None:
+        self.outline, self.hardware, self.ranks, self.room, self.dtype = outline, hardware, ranks, room, dtype
+        self.tried: list[Tried] = []
+        self.lost: dict[str, Verdict] = {}
+        self._params = sum(1 for _ in outline.module.parameters())
+        self._pace = pace_of(hardware, dtype)
+        self._device_too_small: set[Workload] = set()
+
+    def run(self, listed: Sequence[Candidate], *, stop_early: bool) -> None:
+        """``stop_early``: only speed counts, so what computes for longer than the best step so far is out."""
+        left: dict[tuple[str, str], int] = {}
+        for candidate in sorted(listed, key=lambda each: self.compute_s(each.workload)):  # stable: placements stay in order
+            key = (candidate.name, candidate.workload.activations)
+            if left.get(key) == 0:
+                continue
+            reason = self._too_slow(candidate) if stop_early else None
+            if reason is not None:
+                self.lost.setdefault(candidate.name, Verdict(candidate.name, candidate.workload, reason))
+                continue
+            made = self._needless(candidate) or self._try(candidate)
+            if isinstance(made, Tried):
+                self.tried.append(made)
+                left[key] = left.get(key, 2 if candidate.budgeted and candidate.workload.batch > 1 else 1) - 1
+            else:
+                self.lost[candidate.name] = Verdict(candidate.name, candidate.workload, made)
+
+    def compute_s(self, load: Workload) -> float:
+        """What the device computes for, at the least."""
+        described = self.outline.description
+        once = described.flops(load.batch, load.seq, load.recompute) / self._pace.block_flops_per_s
+        return load.passes * (once + (4 if load.recompute else 3) * self._pace.s_per_param * described.params)
+
+    def _too_slow(self, candidate: Candidate) -> str | None:
+        least = self.compute_s(candidate.workload)
+        best = min((found.prediction.step_s for found in self.tried), default=float("inf"))
+        return f"at least {least:.3g} s of compute" if least >= best else None
+
+    def _needless(self, candidate: Candidate) -> str | None:
+        """Why a plan need not be tried."""
+        if "params" not in candidate.fields and self._params > MAX_PARAMS:
+            return f"not tried: {self._params} parameters are too many to be placed one by one"
+        if "disk" not in candidate.fields:
+            return None
+        if candidate.workload in self._device_too_small:
+            return "no help: the device is too small, with everything on the host, too"
+        load = candidate.workload
+        same = [
+            found.candidate.fields
+            for found in self.tried
+            if found.job.workload.activations == load.activations and found.job.workload.batch >= load.batch
+        ]
+        if any("disk" not in fields for fields in same):
+            return "not needed: it fits without a disk"
+        if "params" in candidate.fields and any("params" not in fields for fields in same):
+            return "not needed: it fits with less on disk"
+        return None
+
+    def _try(self, candidate: Candidate) -> Tried | str:
+        """The candidate with its numbers, or why it cannot be."""
+        room, load = self.room, candidate.workload
+        spare = device_room(candidate, self.outline, room)
+        if spare <= 0:
+            self._device_too_small.add(load)
+            needed, there = format_bytes(room.device_bytes - spare), format_bytes(room.device_bytes)
+            return f"activations alone need {needed} on the device, there are {there}"
+        job, terms = build(candidate, self.outline, self.ranks, room, self.dtype)
+        lack: Short | None = shortage(terms, room)
+        if lack is not None:
+            if lack.tier == "device" and candidate.fields.get("params") == "host":
+                self._device_too_small.add(load)
+            return str(lack)
+        try:
+            return Tried(candidate, job, predict(job, self.hardware))
+        except NoRoomError as error:
+            return str(error)

@@ -1,0 +1,188 @@
+"""Disk faults in the middle of training: a clear exception comes out of the loop, and the loop goes on to the same bits.
+
+The loop is what a user would write: an exception of the disk means forget the gradients and run the batch again.
+"""
+
+import errno
+import gc
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from offload import DISK, Setup, backward, build, differing, outcome, over_budget, start, step
+
+import unwall
+from unwall.native.disk import DiskEngine
+from unwall.plan import Plan
+
+STEPS = 2
+PLACEMENTS = {
+    "all-on-disk": DISK,
+    "optimizer-on-disk": {"params": "host", "optimizer": "disk"},
+    "params-and-grads-on-disk": {"params": "disk", "grads": "disk", "optimizer": "host"},
+    "params-on-device": {"params": "device", "optimizer": "disk"},
+}
+SETUPS = {
+    "bf16": Setup(),
+    "fp32-clip-3": Setup(dtype=torch.float32, clip=0.5, passes=3),
+    "fp16": Setup(dtype=torch.float16, passes=2),
+}
+FAULTS = {"read": errno.EIO, "write": errno.ENOSPC}
+
+
+def disk_of(model):
+    return unwall.api.engine(model).tiers.disk.engine
+
+
+def insist(call, errors, times=5):
+    """Calls until it works: looking at the model after a fault raises once, then the update is tried again."""
+    for _ in range(times):
+        try:
+            return call()
+        except OSError as error:
+            errors.append(error)
+    raise AssertionError(f"failed {times} times, the last time with: {errors[-1]}")
+
+
+def train_through(model, optimizer, setup, steps=STEPS, first=0):
+    """Trains, running each batch again when the disk fails. Gives the outcome and the exceptions."""
+    errors = []
+    for number in range(first, steps):
+        for _ in range(5):
+            try:
+                step(model, optimizer, setup, number)
+                break
+            except OSError as error:
+                errors.append(error)
+                optimizer.zero_grad()
+        else:
+            raise AssertionError(f"step {number} failed 5 times, the last time with: {errors[-1]}")
+    insist(lambda: unwall.stats(model), errors)
+    return insist(lambda: outcome(model, optimizer), errors), errors
+
+
+def unclear(error, op, folder):
+    """What an exception of an injected fault fails to say."""
+    text = str(error)
+    missing = [] if error.errno == FAULTS[op] else [f"errno is {error.errno}"]
+    missing += [] if error.filename and folder in str(error.filename) and str(error.filename) in text else ["no file"]
+    missing += [] if os.strerror(FAULTS[op]) in text else ["no reason"]
+    missing += [] if "group " in text else ["no group"]
+    return [f"{reason}: {text}" for reason in missing]
+
+
+def differences(op, setup, placement, folder):
+    """Trains once for each block of ``op`` that a run moves, with a fault at that block. What went wrong, by position."""
+    expected, _ = train_through(*small(setup, placement, folder), setup)
+    wrong, position, raised = [], 0, True
+    while raised:
+        model, optimizer = small(setup, placement, folder)
+        disk_of(model).inject_fault(op, position, 1, FAULTS[op])
+        got, errors = train_through(model, optimizer, setup)
+        wrong += [f"block {position}, {errors[-1]}: {name}" for name in differing(expected, got)]
+        wrong += [f"block {position}, {text}" for error in errors for text in unclear(error, op, folder)]
+        wrong += [f"block {position}: over budget: {tier}" for tier in over_budget(model)]
+        raised, position = bool(errors), position + 1
+        unwall.api.engine(model).tiers.disk.close()  # its file, now: hundreds of runs follow
+    assert position > 10  # the faults did hit the run
+    return wrong
+
+
+def small(setup, placement, folder):
+    """Little enough that a fault can be tried at each of its blocks."""
+    return start(replace(setup, blocks=2), {**placement, "disk_bytes": "8MiB"}, folder)
+
+
+@pytest.mark.parametrize("op", FAULTS)
+@pytest.mark.parametrize(
+    ("placement", "setup"),
+    [("all-on-disk", name) for name in SETUPS] + [(name, "bf16") for name in PLACEMENTS if name != "all-on-disk"],
+)
+def test_a_fault_at_any_block_is_raised_and_overcome(placement, setup, op, tmp_path):
+    assert differences(op, SETUPS[setup], PLACEMENTS[placement], str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("op", FAULTS)
+def test_a_fault_that_lasts_is_raised_each_time_and_overcome_once_it_is_gone(op, tmp_path):
+    setup = Setup(clip=0.5)
+    expected, _ = train_through(*start(setup, DISK, str(tmp_path)), setup, steps=3)
+    model, optimizer = start(setup, DISK, str(tmp_path))
+    step(model, optimizer, setup, 0)
+    disk_of(model).inject_fault(op, 5, 1 << 30, FAULTS[op])
+    for _ in range(4):
+        with pytest.raises(OSError) as raised:  # noqa: PT012 - it may come out of any of these
+            step(model, optimizer, setup, 1)
+            unwall.stats(model)
+        assert unclear(raised.value, op, str(tmp_path)) == []
+        optimizer.zero_grad()
+    disk_of(model).inject_fault(op, 0, 0, FAULTS[op])
+    got, errors = train_through(model, optimizer, setup, steps=3, first=1)
+    assert differing(expected, got) == []
+    assert len(errors) <= 1  # an update that had failed by then may still say so
+
+
+def test_looking_at_the_model_after_a_failed_update_raises_until_it_works(tmp_path):
+    setup = Setup()
+    expected, _ = train_through(*start(setup, DISK, str(tmp_path)), setup, steps=1)
+    model, optimizer = start(setup, DISK, str(tmp_path))
+    backward(model, optimizer, setup, seed=0)
+    unwall.stats(model)  # gradients are on disk
+    disk_of(model).inject_fault("write", 0, 1 << 30, errno.ENOSPC)
+    optimizer.step()  # the updates run behind it
+    optimizer.zero_grad()
+    looks = [lambda: unwall.stats(model), model.state_dict, optimizer.state_dict, lambda: unwall.full_params(model).__enter__()]
+    for look in looks:
+        with pytest.raises(OSError, match="No space left") as raised:
+            look()
+        assert unclear(raised.value, "write", str(tmp_path)) == []
+    disk_of(model).inject_fault("write", 0, 0, errno.ENOSPC)
+    assert differing(expected, outcome(model, optimizer)) == []
+
+
+def test_a_fault_while_the_model_is_built_leaves_nothing_behind(tmp_path, monkeypatch):
+    """``shard`` writes the initial values: what it raises there names the file, and the folder is empty again."""
+    made = DiskEngine.__init__
+
+    def failing(engine, *args, **kwargs):
+        made(engine, *args, **kwargs)
+        engine.inject_fault("write", 3, 1, errno.ENOSPC)
+
+    monkeypatch.setattr(DiskEngine, "__init__", failing)
+    with pytest.raises(OSError, match="No space left") as raised:
+        unwall.shard(build(), Plan(**DISK, disk=tmp_path))
+    assert unclear(raised.value, "write", str(tmp_path)) == []
+    del raised
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_met_a_fault_goes_with_its_file(tmp_path):
+    setup = Setup()
+    model, optimizer = start(setup, DISK, str(tmp_path))
+    disk_of(model).inject_fault("read", 3, 1, errno.EIO)
+    _, errors = train_through(model, optimizer, setup)
+    assert len(errors) == 1
+    del model, optimizer, errors
+    for _ in range(100):  # the last updates may still run
+        gc.collect()
+        if not list(tmp_path.iterdir()):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"left behind: {list(tmp_path.iterdir())}")
+
+
+@pytest.mark.parametrize("fate", ["kept", "dropped"])
+def test_a_failed_update_of_one_model_does_not_touch_another(fate, tmp_path):
+    setup = Setup(dtype=torch.float32)
+    expected, _ = train_through(*small(setup, DISK, str(tmp_path)), setup)
+    model, optimizer = small(setup, DISK, str(tmp_path))
+    disk_of(model).inject_fault("write", 10, 1, errno.ENOSPC)  # gradients are five blocks
+    step(model, optimizer, setup, 0)  # an update fails behind it, and nobody looks
+    other = small(setup, DISK, str(tmp_path))
+    if fate == "dropped":
+        del model, optimizer
+    got, errors = train_through(*other, setup)
+    assert errors == []
+    assert differing(expected, got) == []

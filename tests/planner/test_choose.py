@@ -1,0 +1,188 @@
+"""Choosing a plan, and saying what would fit."""
+
+import dataclasses
+
+import pytest
+import torch
+from planner_tools import MACHINE, decoder
+
+import unwall
+from unwall.plan import Plan, PlanError
+from unwall.planner import public
+from unwall.planner.choose import choose
+from unwall.planner.description import from_shape
+from unwall.planner.hardware import load
+from unwall.planner.outline import skeleton
+from unwall.planner.public import plan as plan_for
+from unwall.planner.report import to_dict
+
+MIB = 1 << 20
+
+
+def machine(**changes):
+    return dataclasses.replace(MACHINE, **changes)
+
+
+def test_what_fits_stays_on_the_device():
+    found = choose(decoder(), MACHINE, batch=8, seq=64)
+    assert (found.params, found.optimizer) == ("device", "device")
+    assert found.workload.activations == "keep"
+    assert (found.workload.batch, found.workload.passes) == (8, 1)
+    others = [lost.step_s for lost in found.runners_up if lost.step_s is not None]
+    assert others
+    assert found.prediction.step_s <= 1.01 * min(others)
+
+
+def test_a_chosen_plan_is_a_plan():
+    found = choose(decoder(), MACHINE)
+    assert isinstance(found, Plan)
+    assert type(found.to_plan()) is Plan
+    assert found.to_plan() == Plan(params="device", optimizer="device")
+
+
+def test_a_small_device_spills_to_the_host_and_a_small_host_to_disk():
+    outline = decoder(width=512, layers=8, vocab=4096)  # 29e6 parameters: 350 MB of states and gradients
+    spilled = choose(outline, machine(device_bytes=200 * MIB), batch=1, seq=64)
+    assert spilled.params == "auto"
+    assert spilled.device_bytes
+    assert spilled.prediction.terms["host"]
+    assert not spilled.prediction.terms["disk"]
+    tight = machine(device_bytes=200 * MIB, host_bytes=120 * MIB)
+    drowned = choose(outline, tight, batch=1, seq=64, directory="/fast")
+    assert drowned.disk == "/fast"
+    assert drowned.prediction.terms["disk"]
+    assert drowned.prediction.disk_days > 0
+
+
+def test_activations_that_do_not_fit_are_recomputed_or_cut_into_passes():
+    outline = decoder(width=256, layers=8)
+    kept = choose(outline, machine(device_bytes=2 << 30), batch=64, seq=1024)
+    assert kept.workload.activations == "keep"
+    assert kept.workload.passes > 1
+    assert any("passes" in line for line in kept.advice)
+    tight = choose(outline, machine(device_bytes=150 * MIB), batch=64, seq=4096)
+    assert tight.workload.activations == "recompute"
+    assert any("checkpoint" in line for line in tight.advice)
+
+
+def test_more_ranks_choose_a_stage():
+    outline = skeleton(from_shape("24x2048"))  # 1.2e9
+    box = machine(devices_per_node=8, device_bytes=80 << 30, host_bytes=1 << 40, collective_bytes_per_s=1e11)
+    roomy = choose(outline, box, batch=64, seq=1024)
+    assert roomy.stage in (0, 1, 2)
+    tight = choose(outline, dataclasses.replace(box, device_bytes=8 << 30), batch=8, seq=1024)
+    assert tight.stage == 3
+    reasons = {lost.name: lost.reason for lost in tight.runners_up}
+    assert "needs" in reasons["stage 0, everything on the device"]
+
+
+def test_memory_as_the_objective():
+    fast, small = (choose(decoder(), MACHINE, batch=8, seq=64, objective=what) for what in ("speed", "memory"))
+    assert small.prediction.tier_bytes("device") < fast.prediction.tier_bytes("device")
+    assert small.prediction.step_s >= fast.prediction.step_s
+
+
+def test_budgets_are_kept():
+    found = choose(decoder(), MACHINE, device_bytes=900 << 10)
+    assert found.device_bytes <= 900 << 10
+    assert found.prediction.peak_bytes["device"] <= 900 << 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host_bytes": 200 * MIB}, ["of host memory a node", "ranks instead of 1", "a disk with"]),
+        ({"device_bytes": 20 * MIB}, ["devices with"]),
+    ],
+)
+def test_when_nothing_fits_it_says_what_would(changes, words):
+    outline = decoder(width=512, layers=8, vocab=4096)
+    with pytest.raises(PlanError) as caught:
+        choose(outline, machine(**{"device_bytes": 120 * MIB, **changes}), seq=64)
+    for word in words:
+        assert word in str(caught.value)
+    assert "does not fit on box with 1 rank" in str(caught.value)
+
+
+def test_what_is_said_to_fit_does():
+    outline = decoder(width=512, layers=8, vocab=4096)
+    small = machine(device_bytes=120 * MIB, host_bytes=200 * MIB)
+    with pytest.raises(PlanError, match=r"4 ranks instead of 1"):
+        choose(outline, small, seq=64)
+    many = dataclasses.replace(small, nodes=4, network_bytes_per_s=1e10)
+    assert choose(outline, many, seq=64).stage == 3
+
+
+def test_long_samples_that_leave_no_room():
+    with pytest.raises(PlanError, match=r"activations of one sample of 1048576 tokens.*samples of \d+ tokens instead"):
+        choose(decoder(), machine(device_bytes=300 * MIB), seq=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": 0}, "batch must be a whole number above 0, got 0"),
+        ({"batch": -8}, "batch must be a whole number above 0, got -8"),
+        ({"batch": 3, "ranks": 2}, "3 samples cannot be dealt out evenly to 2 ranks; 4 can"),
+        ({"batch": 4, "ranks": 2}, "2 ranks, but box says nothing about what lies between them"),
+        ({"seq": 0}, "seq must be a whole number above 0"),
+        ({"objective": "beauty"}, "objective is speed or memory"),
+        ({"device_bytes": -1}, "device_bytes must not be negative"),
+        ({"device_bytes": "0"}, "device_bytes must be greater than zero"),
+        ({"host_bytes": "lots"}, "host_bytes: cannot read 'lots'"),
+        ({"device_bytes": 1}, "does not fit on box.*device_bytes of about"),
+        ({"compute_dtype": torch.float16}, "has no matmul rate for float16"),
+    ],
+)
+def test_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan_for(decoder(), hardware=MACHINE, **arguments)
+
+
+def test_printing_shows_bytes_and_the_step():
+    text = str(choose(decoder(), MACHINE, batch=8, seq=64))
+    for word in ("moments", "device", "predicted step", "tokens/s", "lower bound", "those that lost", "unwall.Plan(stage=3"):
+        assert word in text
+    assert "\x1b" not in text
+
+
+def test_as_json():
+    import json
+
+    found = json.loads(json.dumps(to_dict(choose(decoder(), load("pc-4090"), batch=4))))
+    assert found["machine"] == "4090 PC"
+    assert found["prediction"]["terms_bytes"]["device"]["moments"] > 0
+    assert found["prediction"]["step_s"] > 0
+    assert found["plan"]["stage"] == 3
+
+
+def test_the_engine_takes_the_plan():
+    from planner_tools import Decoder
+
+    model = Decoder()
+    found = plan_for(model, hardware=MACHINE, batch=2, seq=16, device_bytes="2MiB")
+    unwall.shard(model, found)
+    optimizer = unwall.AdamW(model.parameters())
+    model(torch.zeros(2, 16, dtype=torch.long)).float().sum().backward()
+    optimizer.step()
+    assert unwall.stats(model).tiers["device"].peak_bytes <= 2 << 20
+
+
+def test_the_public_function_and_the_module_of_the_same_name():
+    from unwall.plan import Plan as Again
+
+    assert Again is unwall.Plan
+    found = unwall.plan("4x256", hardware=MACHINE, batch=2, seq=64)
+    assert isinstance(found, unwall.Plan)
+    assert found.prediction.step_s > 0
+
+
+def test_ranks_on_a_machine_without_an_accelerator_share_it(monkeypatch):
+    here = machine(is_host=True, host_cores=4)
+    monkeypatch.setattr(public, "probe", lambda **given: here)
+    found = plan_for(decoder(), ranks=4, batch=4, seq=64)
+    assert found.ranks == 4
+    assert found.prediction.step_s > plan_for(decoder(), ranks=1, batch=1, seq=64).prediction.step_s
+    monkeypatch.setattr(public, "probe", lambda **given: MACHINE)
+    with pytest.raises(PlanError, match="4 ranks, but this machine has 1 device: describe"):
+        plan_for(decoder(), ranks=4, batch=4)

@@ -1,0 +1,78 @@
+"""Operators, segments and skeletons."""
+
+import pytest
+import torch
+from planner_tools import Decoder, decoder
+
+from unwall.plan import Plan
+from unwall.planner.configs import from_config
+from unwall.planner.description import Description, from_shape
+from unwall.planner.outline import outline_of, passes_of, skeleton
+from unwall.shards.build import plan_groups
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1000,
+}  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS = {
+    "llama": LLAMA, "tied": LLAMA | {"tie_word_embeddings": True}, "mixtral": MIXTRAL,
+    "gpt2": {"model_type": "gpt2", "n_embd": 96, "n_layer": 2, "n_head": 4, "vocab_size": 500},
+    "t5": {"model_type": "t5", "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 200},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("name", [*CONFIGS, "shape"])
+def test_a_skeleton_has_the_parameters_and_flops_of_its_description(name, tiles):
+    described: Description = from_shape("4x256x2", vocab=100) if name == "shape" else from_config(CONFIGS[name])
+    outline = skeleton(described, tiles)
+    assert sum(param.numel() for param in outline.module.parameters()) == described.params
+    assert all(param.is_meta for param in outline.module.parameters())
+    segments = outline.segments([unit for unit, _ in plan_groups(outline.module, Plan(), 2)])
+    assert sum(segment.flops(2, 64) for segment in segments) * 3 == pytest.approx(described.flops(2, 64))
+    largest = max(param.numel() for param in outline.module.parameters())
+    if tiles == 1:
+        assert largest == described.largest_numel
+
+
+def test_tiles_cut_the_largest_matrix_and_no_piece_is_larger():
+    whole, cut = (skeleton(from_shape("2x128"), tiles) for tiles in (1, 4))
+    sizes = [param.numel() for param in cut.module.parameters()]
+    assert max(sizes) == 4 * 128**2 // 4
+    assert sum(sizes) == sum(param.numel() for param in whole.module.parameters())
+
+
+def test_a_module_s_operators_add_up_to_its_description():
+    outline = decoder()
+    segments = outline.segments([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
+    assert sum(segment.flops(3, 17) for segment in segments) * 3 == pytest.approx(outline.description.flops(3, 17))
+    assert {segment.block for segment in segments} == {None, *range(6)}
+    assert sum(segment.numel for segment in segments) == outline.description.params
+
+
+def test_a_tied_head_reads_the_embedding_again():
+    with torch.device("meta"):
+        model = Decoder()
+    model.head.weight = model.embed.weight
+    groups = [unit for unit, _ in plan_groups(model, Plan(), 1)]
+    segments = outline_of(model).segments(groups)
+    assert segments[0].groups == segments[-1].groups
+    assert segments[-1].active_numel == model.embed.weight.numel()
+
+
+def test_backward_goes_block_by_block_and_recomputes_right_before():
+    outline = decoder(layers=2)
+    segments = outline.segments([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
+    order = passes_of(segments, recompute=True)
+    forward = [index for index, what in order if what == "forward"]
+    backward = [index for index, what in order if what == "backward"]
+    assert forward == list(range(len(segments)))
+    assert backward == forward[::-1]
+    inside = [index for index, segment in enumerate(segments) if segment.block == 1]
+    at = order.index((inside[0], "again"))
+    assert order[at : at + 2 * len(inside)] == [
+        *((index, "again") for index in inside),
+        *((index, "backward") for index in reversed(inside)),
+    ]
+    assert [what for _, what in passes_of(segments, recompute=False)].count("again") == 0
