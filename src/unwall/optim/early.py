@@ -81,7 +81,7 @@ class Speculation:
     """Of the group."""
     update: HostUpdate | None = None
     cancelled: bool = False
-    """``step`` has come before it began: from now on the order of the next forward counts."""
+    """Not to be begun any more: ``step`` has come."""
     begun: bool = False
     finished: bool = False
 
@@ -167,7 +167,10 @@ class EarlyUpdates:
         if found is None:
             return None
         serial = engine.gradients[group.index].serial
-        found.cancelled = True
+        # Where the gradient is there and the update has not begun, updates are what is slow: the order of the next forward
+        # serves it best. Where it is still on its way, the order of arrival does.
+        landing = engine.gradients[group.index].landing
+        found.cancelled = landing is None or landing.done()
         if found.runs == runs and (found.serial, found.generation) == (serial, group.generation):
             return found
         engine.speculation.missed += 1
