@@ -149,7 +149,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_takes_as_long_as_its_slowest_part(case, tmp_path, record_property):
     placement, slowed = CASES[case]
-    for _ in range(2):  # one retry: the machine has other work
+    for _ in range(4):  # retries: the machine may have other work
         taken, alone = measure(placement, slowed, None, str(tmp_path))
         record_property("seconds", f"{taken:.3f} a step, alone {alone}")
         if taken <= LOOSER.get(case, LIMIT) * max(alone.values()):
