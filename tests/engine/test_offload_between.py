@@ -253,16 +253,21 @@ def test_an_optimizer_in_a_cycle_is_collected_without_waiting_for_itself(tier, t
     assert unwall.stats(model).tiers[tier].live_bytes <= live
 
 
-def test_two_optimizers_that_update_in_backward():
-    model = sharded("host", None)
-    one = unwall.AdamW(model[:3].parameters(), update_in_backward=True)
-    two = unwall.AdamW(model[3:].parameters(), update_in_backward=True)
-    for seed in range(3):
-        backward(model, seed)
-        one.step()
-        two.step()
-        one.zero_grad()
-        two.zero_grad()
+def test_two_optimizers_that_update_in_backward(tmp_path):
+    """Each updates its own groups only, and neither takes the other's step for a second backward."""
+
+    def scenario(model):
+        one = unwall.AdamW(model[:3].parameters(), lr=1e-2, update_in_backward=True)
+        two = unwall.AdamW(model[3:].parameters(), lr=1e-3, update_in_backward=True)
+        for seed in range(3):
+            backward(model, seed)
+            one.step()
+            two.step()
+            one.zero_grad()
+            two.zero_grad()
+        return model.state_dict()
+
+    same_on(OFF_DEVICE, scenario, tmp_path)
 
 
 def discard_local():

@@ -16,35 +16,6 @@ STEP = AdamWStep(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, gra
 SIZES = [1, 7, 31, 64, 1000, (1 << 16) + 13, 3 * (1 << 16) + 5]
 
 
-def _available():
-    before, found = isa(), []
-    for name in ("baseline", "avx2", "avx512"):
-        try:
-            select_isa(name)
-        except ValueError:
-            continue
-        found.append(name)
-    select_isa(before)
-    return found
-
-
-ISAS = _available()
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(2) as made:
-        yield made
-
-
-@pytest.fixture(params=ISAS)
-def each_isa(request):
-    before = isa()
-    select_isa(request.param)
-    yield request.param
-    select_isa(before)
-
-
 def bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
@@ -250,10 +221,10 @@ def _every_adamw(pool, n):
 
 
 @pytest.mark.parametrize("n", SIZES)
-def test_same_bits_on_every_instruction_set_and_thread_count(n):
+def test_same_bits_on_every_instruction_set_and_thread_count(n, isas):
     before, results = isa(), []
     try:
-        for name, threads in itertools.product(ISAS, (1, 2, 5)):
+        for name, threads in itertools.product(isas, (1, 2, 5)):
             select_isa(name)
             with WorkerPool(threads) as pool:
                 results.append(_every_adamw(pool, n) + _every_sum(pool, n))

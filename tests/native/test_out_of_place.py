@@ -22,35 +22,6 @@ GUARD = 128
 NAMES = ("param", "second", "exp_avg", "exp_avg_sq", "grad")
 
 
-def _available():
-    before, found = isa(), []
-    for name in ("baseline", "avx2", "avx512"):
-        try:
-            select_isa(name)
-        except ValueError:
-            continue
-        found.append(name)
-    select_isa(before)
-    return found
-
-
-ISAS = _available()
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with WorkerPool(2) as made:
-        yield made
-
-
-@pytest.fixture(params=ISAS)
-def each_isa(request):
-    before = isa()
-    select_isa(request.param)
-    yield request.param
-    select_isa(before)
-
-
 class Guarded:
     """A tensor that starts ``shift`` elements past a cache line, between bytes that nobody may write."""
 
@@ -175,11 +146,11 @@ def test_every_start_within_a_line(pool, each_isa, master):
 
 
 @pytest.mark.parametrize("master", MASTERS)
-def test_same_bits_for_any_thread_count_and_instruction_set(master):
+def test_same_bits_for_any_thread_count_and_instruction_set(master, isas):
     case = Case.make(master, DType.BF16, 5 * CHUNK + 77)
     before, results = isa(), []
     try:
-        for name, threads, shifts in itertools.product(ISAS, (1, 2, 5), SHIFTS):
+        for name, threads, shifts in itertools.product(isas, (1, 2, 5), SHIFTS):
             select_isa(name)
             with WorkerPool(threads) as pool:
                 _, out = out_of_place(pool, case, SHIFTS[0], shifts)

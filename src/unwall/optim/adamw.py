@@ -167,7 +167,8 @@ class AdamW(ShardedOptimizer):
     def _runs(
         self, group: Group, slots: set[int], numbers: dict[int, AdamWStep], count: bool = True, ahead: int = 1
     ) -> list[Run]:
-        """The runs to update, keyed by their numbers, as the step after next ``ahead`` has them. ``count``: it is taken now."""
+        """The runs to update, keyed by their numbers, those of the step that is ``ahead`` of the last one counted. ``count``:
+        that step is taken now."""
         keys = {}
         for slot in slots:
             param = group.params[slot]

@@ -82,7 +82,6 @@ class Speculation:
     update: HostUpdate | None = None
     cancelled: bool = False
     """Not to be begun any more: ``step`` has come."""
-    begun: bool = False
     finished: bool = False
 
 
@@ -132,7 +131,6 @@ class EarlyUpdates:
         def work() -> None:
             if speculation.cancelled:
                 return
-            speculation.begun = True
             if landing is not None:
                 landing.wait()
             pairs = zip(sources, targets, strict=True)
@@ -231,7 +229,7 @@ def commit_or_update(
             speculation.shadow.swap()
             engine.speculation.committed += 1
             return
-        engine.speculation.missed += speculation.begun
+        engine.speculation.missed += scale != 1.0  # otherwise it was only too late
         if landing is not None:
             landing.wait()
         tickets = [(adamw(span, step.scaled(scale)), span) for span, step in spans]
