@@ -268,6 +268,13 @@ def test_two_optimizers_that_update_in_backward(tmp_path):
         return model.state_dict()
 
     same_on(OFF_DEVICE, scenario, tmp_path)
+    model, whole = sharded("host", None), sharded("host", None)
+    scenario(model)
+    optimizer = unwall.AdamW(whole.parameters(), update_in_backward=True)
+    backward(whole, 0)
+    optimizer.step()
+    live = [unwall.stats(one).tiers["host"].peak_bytes for one in (model, whole)]
+    assert live[0] == live[1], "an optimizer keeps states for groups of the other"
 
 
 def discard_local():
