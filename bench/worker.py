@@ -79,6 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         data=batch_of(shape, options.batch, options.seq, device, seed=rank),
     )  # fmt: skip
     running = spec.engine.start(job)
+    print(f"built, {time.monotonic() - options.started:.0f} s after the start", flush=True)
     row = _time(running, options, device)
     if options.profile and rank == 0 and world == 1:
         running.profile(options.profile)
@@ -111,6 +112,7 @@ def _time(running: Running, options: argparse.Namespace, device: torch.device) -
         wait()
         times.append(time.perf_counter() - start)
         losses.append(float(loss))
+        print(f"step {index}: {times[-1]:.2f} s, loss {losses[-1]:.4f}", flush=True)  # the log's last line, if time runs out
         if index == 0:
             first_step_s = time.monotonic() - options.started
     start = time.perf_counter()
