@@ -245,3 +245,17 @@ def test_a_profile_has_device_lanes(tmp_path):
     lanes = {span.lane for span in profile.spans}
     assert {"compute", "host>device", "device>host", "update", "disk>host", "host>disk"} <= lanes
     assert all(span.start <= span.end for span in profile.spans)
+
+
+def test_lending_parameters_needs_memory_for_them_and_not_for_their_group():
+    torch.cuda.empty_cache()
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+    sharded = unwall.shard(nn.ModuleList([model]), Plan(params="device", optimizer="device"))
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with unwall.full_params(model[3], write=True), torch.no_grad():
+        model[3].weight.fill_(2.0)
+    lent = 4 * 2048 * 2048
+    extra = torch.cuda.max_memory_allocated() - held
+    assert extra <= 3 * lent + 100e6, f"{extra / lent:.1f} times what was lent"  # 100 MB: the pieces' temporaries
+    assert (sharded[0][3].weight.float() == 2.0).all()

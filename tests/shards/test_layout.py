@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unwall.optim.runs import runs_of
+from unwall.shards import master
 from unwall.shards.layout import SLOT_BYTES, build_layout
-from unwall.shards.master import join, split
+from unwall.shards.master import join, rounded, split
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(torch.Size), min_size=1, max_size=8)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
@@ -46,3 +47,11 @@ def test_the_split_master_is_lossless(bits):
     finite = values.isfinite()
     assert torch.equal(again[finite].view(torch.int32), values[finite].view(torch.int32))
     assert again[values.isnan()].isnan().all()
+
+
+def test_masters_are_joined_and_rounded_piece_by_piece(monkeypatch):
+    values = torch.randn(37, 5)
+    halves, rest = split(values.view(-1))
+    monkeypatch.setattr(master, "PIECE_ELEMENTS", 16)  # eleven whole pieces and nine elements
+    assert torch.equal(join(halves, rest), values.view(-1))
+    assert torch.equal(rounded(values, torch.bfloat16), halves.view(37, 5))

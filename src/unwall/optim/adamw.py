@@ -2,17 +2,18 @@
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from unwall.native.pool import AdamWStep
-from unwall.optim.disk_update import DiskUpdate, Parts, update_on_disk
-from unwall.optim.early import EarlyUpdates, commit_or_update, covers
+from unwall.optim.disk_update import DiskUpdate, Parts
+from unwall.optim.early import EarlyUpdates, covers, or_commit
 from unwall.optim.kernels import adamw, has_kernel, run_spans
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
-from unwall.optim.updates import Factor, update_in_memory
+from unwall.optim.updates import Factor, HostUpdate, in_memory
 from unwall.optim.whole import from_rank_0, load_whole_states, own_states, whole_states
 from unwall.runtime.engine import Engine, discarded, free_discarded
 from unwall.shards.group import Group
@@ -92,7 +93,7 @@ class AdamW(ShardedOptimizer):
             group.update = self._on_host(engine, index, runs, Factor(1.0, None))
             self._early.applied[id(engine), index] = runs
             return
-        if group.home.on_disk or gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
+        if gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
             return
         group.finish_update()
         runs = self._runs(group, slots, self._numbers(), count=False)
@@ -141,19 +142,25 @@ class AdamW(ShardedOptimizer):
         self._early.applied.clear()
 
     def _on_host(self, engine: Engine, index: int, runs: list[Run], factor: Factor) -> Ticket:
-        group, gradient = engine.groups[index], engine.gradients[index]
-        if not group.home.on_disk:
+        group, gradient, meter = engine.groups[index], engine.gradients[index], engine.tiers.updates
+        work: Callable[[], None]
+        if group.home.on_disk:
+            grad = gradient.stored or gradient.value
+            assert grad is not None
+            group.staging.close()  # what was looked at, or loaded, is on disk again before it is read there
+            parts = Parts(self._stores(group), grad)
+            work = DiskUpdate(group.name, parts, runs, engine.tiers, gradient.landing, factor).work
+        else:
             assert gradient.value is not None
-            speculation = self._early.take(engine, group, runs)
             spans = run_spans(self._tensors(group), gradient.value, runs)
-            if speculation is not None:
-                return commit_or_update(engine, speculation, spans, gradient.landing, factor, group.name)
-            return update_in_memory(spans, gradient.landing, factor, engine.tiers.updates, group.name)
-        grad = gradient.stored or gradient.value
-        assert grad is not None
-        group.staging.close()  # what was looked at, or loaded, is on disk again before it is read there
-        update = DiskUpdate(group.name, Parts(self._stores(group), grad), runs, engine.tiers, gradient.landing, factor)
-        return update_on_disk(update)
+            work = in_memory(spans, gradient.landing, factor, meter, group.name)
+        speculation = self._early.take(engine, group, runs)
+        if speculation is not None:
+            work = or_commit(engine, speculation, factor, work)
+        update = HostUpdate(work, meter, again=group.home.on_disk)
+        if speculation is not None:
+            speculation.shadow.user = update
+        return update
 
     def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep], clipped: bool) -> None:
         runs = self._runs(engine.groups[index], slots, numbers, count=False, ahead=0)

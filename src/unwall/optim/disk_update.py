@@ -6,9 +6,10 @@ ended. A chunk whose read failed is untouched. A chunk whose write failed has it
 until they are written: what is in memory may have been updated already, so it must not be computed twice.
 """
 
+import dataclasses
 import errno
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +19,9 @@ from unwall.native.pool import AdamWStep
 from unwall.native.ticket import NativeTicket, Signal
 from unwall.optim.kernels import Span, adamw, watch_update
 from unwall.optim.runs import Run
-from unwall.optim.updates import Factor, HostUpdate
+from unwall.optim.updates import Factor
 from unwall.shards.store import Store
-from unwall.tiers.block import DiskBlock
+from unwall.tiers.block import Block, DiskBlock, MemoryBlock
 from unwall.tiers.disk import DiskTier, named
 from unwall.tiers.host import HostBlock
 from unwall.tiers.ring import BounceRing
@@ -36,11 +37,16 @@ class Parts:
     states: dict[str, Store]
     """By the names of ``Span``."""
     grad: Store | torch.Tensor
+    targets: dict[str, Block] | None = None
+    """Where the new states go, if not to where the old ones are: the same tiers, other blocks."""
 
     @property
     def written(self) -> dict[str, Store]:
         """Written to disk."""
         return {name: store for name, store in self.states.items() if store.on_disk}
+
+    def target(self, name: str) -> Block:
+        return self.states[name].block if self.targets is None else self.targets[name]
 
     @property
     def read(self) -> dict[str, Store]:
@@ -88,7 +94,8 @@ class DiskUpdate:
             if inside:
                 self._todo.append(_Chunk(start, end - start, inside))
 
-    def work(self) -> None:
+    def work(self, dropped: Callable[[], bool] = lambda: False) -> None:
+        """Updates what is left to do. ``dropped``: asked before each chunk whether anyone still wants it."""
         if self._landing is not None:
             self._landing.wait()
         scale = self._factor.get()
@@ -96,7 +103,7 @@ class DiskUpdate:
         failure: Exception | None = None
         while self._todo or under_way:
             try:
-                while failure is None and self._todo and (self._todo[0].slot is not None or not self._ring.full()):
+                while failure is None and self._has_room() and not dropped():
                     under_way.append(self._todo.popleft())
                     self._begin(under_way[-1], scale)
             except Exception as error:
@@ -113,6 +120,20 @@ class DiskUpdate:
         if failure is not None:
             raise failure
 
+    def _has_room(self) -> bool:
+        """Whether there is a chunk to begin, and a slot for it."""
+        return bool(self._todo) and (self._todo[0].slot is not None or not self._ring.full())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it is done."""
+        return not self._todo
+
+    def abandon(self) -> None:
+        """Gives back the memory of what could not be written: it will not be tried again."""
+        for chunk in self._todo:
+            self._give_back(chunk)
+
     def _begin(self, chunk: _Chunk, scale: float) -> None:
         if chunk.slot is None:
             chunk.slot = self._ring.acquire()
@@ -121,18 +142,19 @@ class DiskUpdate:
         done = () if chunk.updated else tuple(chunk.tickets)
         chunk.writes = []
         for name, store in self._parts.written.items():
-            chunk.writes += self._request("write", chunk, name, store, done)
+            chunk.writes += self._request("write", chunk, name, store, self._parts.target(name), done)
 
     def _submit_update(self, chunk: _Chunk, scale: float) -> None:
         reads: list[NativeTicket] = []
         ready = Signal()  # the updates start only when all of them could be submitted: half of them must not run
         try:
             for name, store in self._parts.read.items():
-                reads += self._request("read", chunk, name, store, ())
+                reads += self._request("read", chunk, name, store, store.block, ())
             updates = []
             for run in chunk.runs:
                 assert isinstance(run.key, AdamWStep)
-                ticket = adamw(self._span(chunk, run), run.key.scaled(scale), after=[*reads, ready])
+                out = None if self._parts.targets is None else self._out(chunk, run)
+                ticket = adamw(self._span(chunk, run), run.key.scaled(scale), out=out, after=[*reads, ready])
                 assert ticket is not None
                 watch_update(self.meter, ticket, self._name, run.end - run.start)
                 updates.append(ticket)
@@ -169,13 +191,15 @@ class DiskUpdate:
         self._ring.release(chunk.slot)
         chunk.slot = None
 
-    def _request(self, op: str, chunk: _Chunk, name: str, store: Store, after: Sequence[NativeTicket]) -> list[NativeTicket]:
-        assert isinstance(store.block, DiskBlock)
+    def _request(
+        self, op: str, chunk: _Chunk, name: str, store: Store, block: Block, after: Sequence[NativeTicket]
+    ) -> list[NativeTicket]:
+        assert isinstance(block, DiskBlock)
         assert chunk.slot is not None
         item = store.dtype.itemsize
         submit = self._disk.read if op == "read" else self._disk.write
         address, nbytes = chunk.slot.address + self._places[name], chunk.numel * item
-        tickets = submit(store.block, chunk.start * item, address, nbytes, keep=chunk.slot.data, after=after)
+        tickets = submit(block, chunk.start * item, address, nbytes, keep=chunk.slot.data, after=after)
         meter = self._meters["disk", "host"] if op == "read" else self._meters["host", "disk"]
         meter.add(nbytes)
         for ticket in tickets:
@@ -195,10 +219,14 @@ class DiskUpdate:
                 views[name] = whole[run.start : run.end]
         return Span(**views)
 
-
-def update_on_disk(update: DiskUpdate) -> HostUpdate:
-    """Queues the update of a group that has states on disk."""
-    return HostUpdate(update.work, update.meter, again=True)
+    def _out(self, chunk: _Chunk, run: Run) -> Span:
+        """Where an update out of place writes: what goes to disk stays in its slot, what is in memory goes to its target."""
+        views = {}
+        for name, store in self._parts.states.items():
+            block = self._parts.target(name)
+            if isinstance(block, MemoryBlock):
+                views[name] = block.view(store.dtype)[run.start : run.end]
+        return dataclasses.replace(self._span(chunk, run), **views)
 
 
 def _places(parts: Parts, elements: int) -> dict[str, int]:

@@ -2,11 +2,11 @@
 
 [Note: speculation]
 A gradient that has landed on the host can be used at once, if ``step`` will use it as it is: no clipping, no further backward,
-the same learning rate. Nobody knows that yet. So the update goes *out of place* into shadow memory, and ``step`` commits it by
-swapping the group's blocks with the shadow's, or lets it lie and updates in place as usual. Whatever the user does between
-backward and ``step``, the result is that of a synchronous step. Shadows take what the host budget leaves free; groups without
-one are updated at ``step``. Where clipping was active lately, or gradients are added up over several backwards, nothing is
-speculated.
+the same learning rate. Nobody knows that yet. So the update goes *out of place* into a shadow (optim/shadows.py), and ``step``
+commits it by swapping the group's blocks with the shadow's, or lets it lie and updates in place as usual. Whatever the user
+does between backward and ``step``, the result is that of a synchronous step. Shadows take what host and disk have free; groups
+without one are updated at ``step``. Where clipping was active lately, or gradients are added up over several backwards,
+nothing is speculated.
 
 [Note: update in backward]
 With ``update_in_backward=True`` the user has promised that each backward is followed by a step with the numbers of now. Then
@@ -14,59 +14,25 @@ the update runs in place and needs no shadow; breaking the promise is an error.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
-from unwall.native.pool import AdamWStep
-from unwall.optim.kernels import Span, adamw, finish_updates, run_spans
+from unwall.native.library import DiskError
+from unwall.optim.disk_update import DiskUpdate, Parts
+from unwall.optim.kernels import adamw, finish_updates, run_spans
 from unwall.optim.runs import Run
+from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.store import Store
-from unwall.tiers.block import MemoryBlock
-from unwall.tiers.host import HostTier, spare_bytes
-from unwall.tiers.ledger import BudgetError
-from unwall.tiers.ticket import Ticket
 
 CLIP_MEMORY = 8
 """Steps without clipping after which speculation pays again."""
 
-Spans = list[tuple[Span, AdamWStep]]
 Key = tuple[int, int]
 """A group: its engine's id and its index."""
-
-
-class Shadow:
-    """A second place for every state of one group."""
-
-    def __init__(self, stores: dict[str, Store], host: HostTier) -> None:
-        self._stores = stores
-        self._host = host
-        self._blocks: dict[str, MemoryBlock] = {}
-        try:
-            for name, store in stores.items():
-                label = f"shadow of the {store.label}"
-                self._blocks[name] = host.allocate(store.block.nbytes, label, pinned=store.pinned)
-        except BaseException:
-            self.free()
-            raise
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: block.view(self._stores[name].dtype) for name, block in self._blocks.items()}
-
-    def swap(self) -> None:
-        """The shadow becomes the state, the state the shadow."""
-        for name, store in self._stores.items():
-            assert isinstance(store.block, MemoryBlock)
-            store.block, self._blocks[name] = self._blocks[name], store.block
-
-    def free(self) -> None:
-        for block in self._blocks.values():
-            self._host.free(block)
-        self._blocks.clear()
 
 
 @dataclass
@@ -74,6 +40,8 @@ class Speculation:
     """An update into a shadow, and what it took for granted."""
 
     shadow: Shadow
+    through_disk: bool
+    stores: dict[str, Store]
     runs: list[Run]
     serial: int
     """Of the gradient."""
@@ -82,7 +50,12 @@ class Speculation:
     update: HostUpdate | None = None
     cancelled: bool = False
     """Not to be begun any more: ``step`` has come."""
+    dropped: bool = False
+    """Not wanted any more, however far it has come."""
     finished: bool = False
+
+    def under_way(self) -> bool:
+        return self.update is not None and not self.update.done()
 
 
 class EarlyUpdates:
@@ -93,8 +66,8 @@ class EarlyUpdates:
         self.applied: dict[Key, list[Run]] = {}
         """Groups that were updated in place since the last step, and with which numbers."""
         self._speculations: dict[Key, Speculation] = {}
-        self._shadows: weakref.WeakKeyDictionary[Group, Shadow] = weakref.WeakKeyDictionary()
-        self._chosen: weakref.WeakKeyDictionary[Engine, set[int]] = weakref.WeakKeyDictionary()
+        self._shadows = Shadows()
+        self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._exhausted = False
         self._quiet_steps = -1  # no step yet: a first step takes its memory before shadows do
         self._last: Factor | None = None
@@ -102,7 +75,7 @@ class EarlyUpdates:
     def after_step(self, factor: Factor | None, passes: int) -> None:
         """Remembers what the step was like. ``factor``: what it clipped with, None where it did not clip."""
         self.applied.clear()
-        self._speculations.clear()
+        self.forget()
         self._last = factor
         if passes > 1:
             self._quiet_steps, self._last = 0, None
@@ -122,42 +95,29 @@ class EarlyUpdates:
         if shadow is None:
             return
         gradient = engine.gradients[group.index]
-        assert gradient.value is not None
-        sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, runs)
-        targets = run_spans(shadow.tensors(), gradient.value, runs)
-        landing = gradient.landing
-        speculation = Speculation(shadow, runs, gradient.serial, group.generation)
+        speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation)
+        compute = _through_disk if speculation.through_disk else _in_memory
+        run = compute(engine, group, speculation)
 
         def work() -> None:
-            if speculation.cancelled:
-                return
-            if landing is not None:
-                landing.wait()
-            pairs = zip(sources, targets, strict=True)
-            tickets = [(adamw(source, step, out=target), source) for (source, step), (target, _) in pairs]
-            finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
-            speculation.finished = True
+            if not speculation.cancelled and not speculation.dropped:
+                speculation.finished = run()
 
-        speculation.update = HostUpdate(work, engine.tiers.updates)
+        speculation.update = shadow.user = HostUpdate(work, engine.tiers.updates)
         self._speculations[id(engine), group.index] = speculation
 
     def forget(self) -> None:
         """The gradients are gone, and with them what was computed ahead."""
+        for speculation in self._speculations.values():
+            speculation.dropped = True
         self._speculations.clear()
 
     def reclaim(self) -> None:
         """The host needs its memory for something else: gives back the shadows, and makes no more. What was computed ahead is
         thrown away; what is being committed stays."""
         self._exhausted = True
-        for speculation in self._speculations.values():
-            if speculation.update is not None:
-                with suppress(Exception):
-                    speculation.update.wait()  # it writes there
-        self._speculations.clear()
-        for group, shadow in list(self._shadows.items()):
-            if group.update is None or group.update.done():
-                del self._shadows[group]
-                shadow.free()
+        self._end_speculations()
+        self._shadows.reclaim()
 
     def take(self, engine: Engine, group: Group, runs: list[Run]) -> Speculation | None:
         """The speculation for a group, if what it took for granted still holds."""
@@ -171,71 +131,95 @@ class EarlyUpdates:
         found.cancelled = landing is None or landing.done()
         if found.runs == runs and (found.serial, found.generation) == (serial, group.generation):
             return found
+        found.dropped = True
         engine.speculation.missed += 1
         return None
 
-    def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
-        if engine not in self._chosen:
-            self._chosen[engine] = choose_shadowed(engine)
-            engine.tiers.host.reclaimers.append(weakref.WeakMethod(self.reclaim))
-        if group not in self._shadows and group.index in self._chosen[engine]:
-            try:
-                self._shadows[group] = Shadow(stores, engine.tiers.host)
-            except (BudgetError, MemoryError, RuntimeError):  # someone else took the memory, or it cannot be page-locked
-                self._chosen[engine].discard(group.index)
-        return self._shadows.get(group)
-
     def free(self) -> None:
         """Gives the shadows back."""
+        self._end_speculations()
+        self._shadows.free()
+
+    def _end_speculations(self) -> None:
         for speculation in self._speculations.values():
             if speculation.update is not None:
-                speculation.update.wait()
-        for group, shadow in self._shadows.items():
-            with suppress(Exception):  # what failed was reported where it was waited for
-                group.finish_update()  # it may still swap
-            shadow.free()
-        self._shadows.clear()
+                with suppress(Exception):
+                    speculation.update.wait()  # it writes there
         self._speculations.clear()
 
-
-def choose_shadowed(engine: Engine) -> set[int]:
-    """The groups that get a shadow: the first of the model. The next forward needs them first, and has no time to wait for
-    their update; those that are needed later can be updated meanwhile."""
-    left = spare_bytes(engine.tiers.host.ledger)
-    chosen = set()
-    for group in engine.groups:
-        if group.home.tier != "host" or group.home.on_disk or group.param is None:
-            continue
-        needed = group.param.block.nbytes + sum(store.block.nbytes for store in group.states.values())
-        if needed > left:
-            break
-        chosen.add(group.index)
-        left -= needed
-    return chosen
+    def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
+        if engine not in self._seen:
+            self._seen.add(engine)
+            engine.tiers.host.reclaimers.append(weakref.WeakMethod(self.reclaim))
+        if not group.home.on_disk:
+            return self._shadows.of_group(engine, group, stores)
+        others = self._speculations.values()
+        if sum(other.through_disk and other.under_way() for other in others) >= DISK_AHEAD:
+            return None
+        return self._shadows.on_disk(engine, stores, [other.shadow for other in others])
 
 
-def commit_or_update(
-    engine: Engine, speculation: Speculation, spans: Spans, landing: Ticket | None, factor: Factor, label: str
-) -> HostUpdate:
-    """Queues the end of a speculation: committed if nothing is clipped after all, otherwise an update in place."""
+def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], bool]:
+    """The update of a group in host memory, out of place; says whether it was done."""
+    gradient, stores = engine.gradients[group.index], speculation.stores
+    assert gradient.value is not None
+    sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, speculation.runs)
+    targets = run_spans(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
+    landing = gradient.landing
 
-    def work() -> None:
-        assert speculation.update is not None
-        error = speculation.update.failure()  # ended: the queue has run it before this
-        if error is not None:
-            raise error
-        scale = factor.get()
-        if scale == 1.0 and speculation.finished:
-            speculation.shadow.swap()
-            engine.speculation.committed += 1
-            return
-        engine.speculation.missed += scale != 1.0  # otherwise it was only too late
+    def run() -> bool:
         if landing is not None:
             landing.wait()
-        tickets = [(adamw(span, step.scaled(scale)), span) for span, step in spans]
-        finish_updates(engine.tiers.updates, label, tickets)
+        pairs = zip(sources, targets, strict=True)
+        tickets = [(adamw(source, step, out=target), source) for (source, step), (target, _) in pairs]
+        finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
+        return True
 
-    return HostUpdate(work, engine.tiers.updates)
+    return run
+
+
+def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], bool]:
+    """The same for a group with states on disk. A drive that fails is no error yet: ``step`` will update in place."""
+    gradient = engine.gradients[group.index]
+    grad = gradient.stored or gradient.value
+    assert grad is not None
+    group.staging.close()  # what was looked at, or loaded, is on disk again before it is read there
+    parts = Parts(speculation.stores, grad, speculation.shadow.blocks)
+    update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
+
+    def run() -> bool:
+        try:
+            update.work(lambda: speculation.dropped)
+        except DiskError:
+            return False
+        finally:
+            update.abandon()
+        return update.complete
+
+    return run
+
+
+def or_commit(engine: Engine, speculation: Speculation, factor: Factor, otherwise: Callable[[], None]) -> Callable[[], None]:
+    """The end of a speculation: committed if nothing is clipped after all, otherwise an update in place."""
+    redo = False
+
+    def work() -> None:
+        nonlocal redo
+        if not redo:
+            assert speculation.update is not None
+            error = speculation.update.failure()  # ended: the queue has run it before this
+            if error is not None:
+                raise error
+            scale = factor.get()
+            if scale == 1.0 and speculation.finished:
+                speculation.shadow.swap(speculation.stores)
+                engine.speculation.committed += 1
+                return
+            engine.speculation.missed += scale != 1.0  # otherwise it was only too late
+            redo = True
+        otherwise()
+
+    return work
 
 
 def covers(group: Group, runs: list[Run]) -> bool:

@@ -129,10 +129,10 @@ def _queue() -> _Queue:
     return _queues[pid]
 
 
-def update_in_memory(
+def in_memory(
     spans: Sequence[tuple[Span, AdamWStep]], landing: Ticket | None, factor: Factor, meter: LinkMeter, label: str
-) -> HostUpdate:
-    """Queues the update of a group whose states are all in host memory."""
+) -> Callable[[], None]:
+    """The update of a group whose states are all in host memory."""
 
     def work() -> None:
         if landing is not None:
@@ -140,4 +140,4 @@ def update_in_memory(
         scale = factor.get()
         finish_updates(meter, label, [(adamw(span, step.scaled(scale)), span) for span, step in spans])
 
-    return HostUpdate(work, meter)
+    return work

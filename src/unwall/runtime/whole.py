@@ -26,7 +26,8 @@ def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: boo
 
 
 class WholeParams:
-    """Gives whole parameters in full precision, one group at a time (the last group is kept for its neighbours)."""
+    """Gives whole parameters in full precision. Where ranks have to exchange their parts they do so for a group at a time,
+    and the last group is kept for its neighbours."""
 
     def __init__(self, engine: Engine, everywhere: bool = False) -> None:
         self._engine = engine
@@ -42,15 +43,21 @@ class WholeParams:
         """The parameter as it was given to ``shard``: same shape and dtype. None on ranks that get nothing."""
         index, slot = self._engine.places[id(param)]
         group = self._engine.groups[index]
+        place = group.layout.slots[slot]
+        device = self._engine.device.device if self._everywhere else None
+        if group.own_numel == group.layout.padded_numel:
+            self._engine.executor.together("state_dict or full_params")
+            if device is None and self._engine.ranks.rank > 0:
+                return None
+            value = read_master(group, device, place.offset, place.end).detach()
+            return value.view(place.shape).to(device or "cpu", group.dtypes[slot], copy=True)
         if self._held != (index, self._engine.version):
             self._engine.executor.together("state_dict or full_params")
-            group.finish_update()
-            owned = read_master(group, self._engine.device.device if self._everywhere else None)
+            owned = read_master(group, device)
             self._whole = whole_run(self._engine, group, owned, self._everywhere)
             self._held = (index, self._engine.version)
         if self._whole is None:
             return None
-        place = group.layout.slots[slot]
         return self._whole[place.offset : place.end].view(place.shape).to(group.dtypes[slot], copy=True)
 
 

@@ -233,7 +233,7 @@ def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:
         if group.own_numel != group.layout.padded_numel:
             error.add_note("the parameters are cut over the ranks already: build the model again before another shard")
             return
-        values = read_master(group)[place.offset : place.end].view(place.shape)
+        values = read_master(group, None, place.offset, place.end).view(place.shape)
         group.params[slot].data = values.to(group.dtypes[slot], copy=True)
 
 

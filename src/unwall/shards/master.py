@@ -2,7 +2,13 @@
 
 fp32 compute: the parameters are the master. bf16 compute: the bf16 parameters plus a 16-bit remainder,
 ``bits(master) = (half << 16) + remainder``. fp16 compute: an fp32 copy beside the parameters.
+
+[Note: pieces]
+Taking fp32 apart and joining it makes a handful of temporaries of four bytes an element. For a whole group they would take
+more memory than its states, just when the device is full; so both are done piece by piece.
 """
+
+from collections.abc import Iterator
 
 import torch
 
@@ -11,6 +17,8 @@ from unwall.shards.group import Group
 
 REMAINDER = "remainder"
 MASTER = "master"
+PIECE_ELEMENTS = 1 << 22
+"""See [Note: pieces]."""
 
 
 def master_bytes(dtype: torch.dtype) -> int:
@@ -37,17 +45,18 @@ def write_master(group: Group, start: int, values: torch.Tensor) -> None:
     target.copy_(values)
 
 
-def read_master(group: Group, device: torch.device | None = None) -> torch.Tensor:
-    """The owned run in full precision: fp32, or the parameters' own dtype where that is the master.
+def read_master(group: Group, device: torch.device | None = None, start: int = 0, end: int | None = None) -> torch.Tensor:
+    """Owned elements from ``start`` to ``end`` in full precision: fp32, or the parameters' own dtype where that is the master.
 
     ``device``: where it will be needed. A split master crosses a link in halves and is joined there."""
     group.finish_update()
+    span = slice(start, end)
     if group.has_state(MASTER):
-        return group.state(MASTER, torch.float32, write=False)
-    half = group.own_param_for(write=False)
+        return group.state(MASTER, torch.float32, write=False)[span]
+    half = group.own_param_for(write=False)[span]
     if not group.has_state(REMAINDER):
         return half
-    remainder = group.state(REMAINDER, torch.int16, write=False)
+    remainder = group.state(REMAINDER, torch.int16, write=False)[span]
     if device is not None and device.type != "cpu":
         return join(half.to(device), remainder.to(device))
     if half.device.type != "cpu":
@@ -66,17 +75,18 @@ def clear_master(group: Group, start: int, numel: int) -> None:
         group.state(REMAINDER, torch.int16)[span].zero_()
 
 
-def _split_into(half: torch.Tensor, rest: torch.Tensor | None, values: torch.Tensor, pool: WorkerPool) -> None:
-    """Values, wherever they are, as half and remainder, split where they are: fewer bytes cross the link."""
-    values = values.float().contiguous()
-    if rest is not None and values.device.type == half.device.type == "cpu":
+def _split_into(half: torch.Tensor, rest: torch.Tensor | None, values: torch.Tensor, pool: WorkerPool | None = None) -> None:
+    """Flat values, wherever they are, as half and remainder, split where they are: fewer bytes cross the link."""
+    if pool is not None and rest is not None and values.device.type == half.device.type == "cpu":
+        values = values.float().contiguous()
         keep = (half, rest, values)
         pool.split(half.data_ptr(), rest.data_ptr(), values.data_ptr(), values.numel(), keep=keep).wait()
         return
-    upper, lower = split(values)
-    half.copy_(upper)
-    if rest is not None:
-        rest.copy_(lower)
+    for piece in _pieces(values.numel()):
+        upper, lower = split(values[piece].float())
+        half[piece].copy_(upper)
+        if rest is not None:
+            rest[piece].copy_(lower)
 
 
 def widen_master(group: Group) -> torch.Tensor:
@@ -94,7 +104,11 @@ def widen_master(group: Group) -> torch.Tensor:
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Values as the parameters show them: for bf16 the half of the split master, whose ties round away from zero."""
-    return split(values)[0] if dtype is torch.bfloat16 and values.dtype is torch.float32 else values.to(dtype)
+    if dtype is not torch.bfloat16 or values.dtype is not torch.float32:
+        return values.to(dtype)
+    half = torch.empty(values.shape, dtype=dtype, device=values.device)
+    _split_into(half.view(-1), None, values.reshape(-1))
+    return half
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,4 +122,13 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join(half: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 values that ``split`` took apart."""
-    return ((half.view(torch.int16).to(torch.int32) << 16) + remainder.to(torch.int32)).view(torch.float32)
+    bits = torch.empty(half.numel(), dtype=torch.int32, device=half.device)
+    for piece in _pieces(half.numel()):
+        torch.add(half[piece].view(torch.int16).to(torch.int32) << 16, remainder[piece], out=bits[piece])
+    return bits.view(torch.float32)
+
+
+def _pieces(numel: int) -> Iterator[slice]:
+    """See [Note: pieces]."""
+    for start in range(0, numel, PIECE_ELEMENTS):
+        yield slice(start, start + PIECE_ELEMENTS)

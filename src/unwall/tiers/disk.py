@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import shutil
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from unwall.native.ticket import NativeTicket
 from unwall.tiers.block import Block, DiskBlock, check_size
 from unwall.tiers.claim import Claim, claim
 from unwall.tiers.extents import FreeList
+from unwall.tiers.host import local_ranks
 from unwall.tiers.ledger import Ledger, TierName
 from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes
 
@@ -138,6 +140,14 @@ class DiskTier:
     ) -> list[NativeTicket]:
         """Writes from memory at ``address``, which is readable for ``nbytes`` rounded up to the alignment."""
         return self._submit("write", block, offset, address, nbytes, keep, after)
+
+    def spare_bytes(self) -> int:
+        """What could be held beyond what is needed: what the budget leaves, and at most half of what the drives have free."""
+        on_drives: int = min(shutil.disk_usage(path.parent).free for path in self.paths) * len(self.paths)
+        with self._lock:
+            free = self._free.free_bytes + on_drives // local_ranks()
+        left = self.ledger.free_bytes
+        return free // 2 if left is None else min(left, free // 2)
 
     def close(self) -> None:
         """Finishes requests in flight, closes and removes the files. Blocks become useless. A second call does nothing."""
