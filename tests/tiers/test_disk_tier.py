@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import shutil
 import subprocess
 
 import pytest
@@ -97,6 +98,20 @@ def test_the_file_grows_in_steps_and_keeps_within_the_budget(tmp_path, engine):
     assert sizes == [4, 4, 4, 4, 8, 8, 8, 8, 10, 10]
     assert tier.paths[0].stat().st_blocks * 512 >= 10 * MIB, "space is reserved, not promised"
     tier.close()
+
+
+def test_what_is_spare_leaves_half_of_the_drive_and_keeps_to_the_budget(tmp_path, engine, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=8 * MIB))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    unlimited = DiskTier([tmp_path], engine=engine, growth_bytes=4 * MIB)
+    assert unlimited.spare_bytes() == 4 * MIB
+    unlimited.allocate(MIB)
+    assert unlimited.spare_bytes() == (8 + 3) * MIB // 2  # of the file's first 4 MiB three are free
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert unlimited.spare_bytes() == (4 + 3) * MIB // 2
+    assert DiskTier([tmp_path], 3 * MIB, rank=1, engine=engine).spare_bytes() == 2 * MIB
+    assert DiskTier([tmp_path], MIB, rank=2, engine=engine).spare_bytes() == MIB
 
 
 def test_growth_ahead_of_need_does_not_take_the_budget_from_a_large_block(tmp_path, engine):

@@ -110,6 +110,7 @@ class DiskUpdate:
                 failure = error
                 under_way[-1].incomplete = True
             if not under_way:
+                assert failure is not None or dropped(), "chunks are left, but no slot for them"
                 break
             try:
                 self._finish(under_way.popleft())
@@ -123,11 +124,6 @@ class DiskUpdate:
     def _has_room(self) -> bool:
         """Whether there is a chunk to begin, and a slot for it."""
         return bool(self._todo) and (self._todo[0].slot is not None or not self._ring.full())
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of it is done."""
-        return not self._todo
 
     def abandon(self) -> None:
         """Gives back the memory of what could not be written: it will not be tried again."""

@@ -194,7 +194,7 @@ def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Cal
             return False
         finally:
             update.abandon()
-        return update.complete
+        return True
 
     return run
 
