@@ -259,3 +259,22 @@ def test_lending_parameters_needs_memory_for_them_and_not_for_their_group():
     extra = torch.cuda.max_memory_allocated() - held
     assert extra <= 3 * lent + 100e6, f"{extra / lent:.1f} times what was lent"  # 100 MB: the pieces' temporaries
     assert (sharded[0][3].weight.float() == 2.0).all()
+
+
+def test_gradients_that_have_left_do_not_stay_on_the_device():
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+    unwall.shard(model, Plan(params="host", optimizer="host", device_bytes="64MiB"))
+    optimizer = unwall.AdamW(model.parameters(), max_grad_norm=1e-3)
+    inputs = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
+    for step in range(3):
+        if step == 2:
+            unwall.stats(model)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated() - unwall.stats(model).tiers["device"].live_bytes
+            torch.cuda.reset_peak_memory_stats()
+        model(inputs).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    beyond = torch.cuda.max_memory_allocated() - held - (64 << 20)
+    weight = 2 * 2048 * 2048
+    assert beyond <= 4 * weight, f"{beyond / weight:.1f} gradients beyond the budget"  # autograd's own, and activations

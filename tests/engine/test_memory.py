@@ -10,6 +10,7 @@ from torch import nn
 
 import unwall
 from unwall.plan import Plan
+from unwall.shards.gradients import Gradient
 
 WIDTH, LAYERS = 512, 16
 LAYER = WIDTH * WIDTH
@@ -216,3 +217,27 @@ def test_evaluation_holds_no_more_than_the_parameters(ranks):
     for before, after, _ in ranks(2).run(inference, 1):
         assert before == after
         assert 4 * PSI <= before <= SLACK * 4 * PSI
+
+
+def test_gradients_on_their_way_to_the_host_do_not_pile_up(monkeypatch):
+    """However slow the link is: the device has room for two of them, not for those of the whole model."""
+    model = seeded(Stack)
+    unwall.shard(model, Plan(params="host", optimizer="host", compute_dtype=torch.float32))
+    engine = unwall.api.engine(model)
+    optimizer = unwall_adamw(model)
+    begun, most = Gradient.begin_reduce, [0]
+
+    def watched(gradient, *args, **kwargs):
+        begun(gradient, *args, **kwargs)
+        landings = [other.landing for other in engine.gradients]
+        most[0] = max(most[0], sum(landing is not None and not landing.done() for landing in landings))
+
+    monkeypatch.setattr(Gradient, "begin_reduce", watched)
+    link = engine.tiers.links.pool("device", "host")
+    for _ in range(2):
+        link.throttle(2 * 4 * LAYER / 0.02)  # read and written: 20 ms a layer
+        backward(model, Plan(compute_dtype=torch.float32))
+        link.throttle(0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert most[0] == 2

@@ -52,6 +52,7 @@ class Speculation:
     """Not to be begun any more: ``step`` has come."""
     dropped: bool = False
     """Not wanted any more, however far it has come."""
+    begun: bool = False
     finished: bool = False
 
     def under_way(self) -> bool:
@@ -101,6 +102,7 @@ class EarlyUpdates:
 
         def work() -> None:
             if not speculation.cancelled and not speculation.dropped:
+                speculation.begun = True
                 speculation.finished = run()
 
         speculation.update = shadow.user = HostUpdate(work, engine.tiers.updates)
@@ -121,14 +123,17 @@ class EarlyUpdates:
 
     def take(self, engine: Engine, group: Group, runs: list[Run]) -> Speculation | None:
         """The speculation for a group, if what it took for granted still holds."""
-        found = self._speculations.pop((id(engine), group.index), None)
+        key = (id(engine), group.index)
+        found = self._speculations.get(key)
         if found is None:
             return None
         serial = engine.gradients[group.index].serial
-        # Where the gradient is there and the update has not begun, updates are what is slow: the order of the next forward
-        # serves it best. Where it is still on its way, the order of arrival does.
+        # Where gradients are there and their updates have not begun, updates are what is slow: the order of the next forward
+        # serves it best. Where they are still on their way, or one is next, the order of arrival does.
         landing = engine.gradients[group.index].landing
-        found.cancelled = landing is None or landing.done()
+        waiting = next((other for other in self._speculations.values() if not other.begun), None)
+        found.cancelled = found is not waiting and (landing is None or landing.done())
+        del self._speculations[key]
         if found.runs == runs and (found.serial, found.generation) == (serial, group.generation):
             return found
         found.dropped = True

@@ -119,7 +119,7 @@ def shadow_bytes(size: Sizes) -> int:
 
 
 def _shadowed(sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None) -> tuple[int, ...]:
-    """The first groups of the model whose second place the host has room for, as ``optim/early.py`` chooses them."""
+    """The first groups of the model whose second place the host has room for, as ``optim/shadows.py`` chooses them."""
     if load.clip or load.passes > 1 or load.update_in_backward:
         return ()
     held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))

@@ -18,6 +18,7 @@ from unwall.planner.formulas import UPDATE_SPLIT_BYTES
 ROUNDS = 7
 LIMIT_S = 0.3
 """For all rounds of one measurement."""
+HEAT_S = 1.5
 COPY_BYTES = 128 << 20
 UPDATE_NUMEL = 12 << 20
 """Parameters: 14 bytes each, far more than caches hold."""
@@ -45,6 +46,26 @@ def best_each(works: Sequence[Callable[[], object]], device: torch.device, round
             row.append(time.perf_counter() - start)
         found.append(row)
     return [min(column) for column in zip(*found[1:], strict=True)]
+
+
+def steady_each(works: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Seconds of each work when an accelerator has been busy with the last of them for a while: under load its clocks fall,
+    and a step of training is all load."""
+    _mean_s(works[-1], device, HEAT_S)
+    return [_mean_s(work, device, LIMIT_S) for work in reversed(works)][::-1]
+
+
+def _mean_s(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Over as many rounds as ``seconds`` hold, without a pause between them."""
+    work()
+    torch.cuda.synchronize(device)
+    start, rounds = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        for _ in range(4):
+            work()
+        torch.cuda.synchronize(device)
+        rounds += 4
+    return (time.perf_counter() - start) / rounds
 
 
 def copies(device: torch.device) -> tuple[float, float, float]:
@@ -153,7 +174,8 @@ def block_rate(dtype: torch.dtype, device: torch.device) -> tuple[float, float] 
         model = nn.Sequential(*(_Block(width, inner, width // 64) for _ in range(layers))).to(device, dtype)
         inputs = [torch.randn(batch, seq, width, device=device, dtype=dtype) for batch in batches]
         works = [lambda x=x: model(x).sum().backward() for x in inputs]
-        times = best_each(works, device, 10 * ROUNDS, 4 * LIMIT_S)
+        on_host = device.type != "cuda"
+        times = best_each(works, device, 10 * ROUNDS, 4 * LIMIT_S) if on_host else steady_each(works, device)
     except RuntimeError:
         return None
     numel = sum(param.numel() for param in model.parameters())

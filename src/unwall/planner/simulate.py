@@ -308,6 +308,8 @@ class Simulation:
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             group, size = self._groups[index], self.job.sizes[index]
+            if leave and group.landing is not None:
+                self.clock.wait(group.landing)
             group.grad_flat, group.passes = False, group.passes + 1
             several, flat = self.job.ranks > 1, self._keeps_flat(index)
             if several and not flat:

@@ -161,12 +161,17 @@ class Executor:
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
 
     def finish_reduces(self, leave: int = 0, notify: bool = True) -> None:
-        """Waits for reductions under way, the oldest first, until only ``leave`` are left."""
+        """Waits for reductions under way, the oldest first, until only ``leave`` are left.
+
+        When others follow, what leaves the device is waited for until it has left: otherwise the host, which runs ahead of the
+        device, would have it hold the gradients of the whole model on their way."""
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
             if notify:
                 self.on_landed(index)
+            if leave:
+                self.gradients[index].await_departure()
 
     def together(self, what: str) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""

@@ -373,6 +373,11 @@ class Gradient:
         """Host: the copy that brings the value. Whoever reads the value waits for it first."""
         return self._landing
 
+    def await_departure(self) -> None:
+        """Waits until the gradient has left the device, and its memory there is free."""
+        if self._landing is not None:
+            self._landing.wait()
+
     def await_landing(self) -> None:
         if self._landing is not None:
             self._landing.wait()

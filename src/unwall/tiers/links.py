@@ -51,7 +51,7 @@ class Links:
         self._stagers: dict[tuple[TierName, TierName], Stager] = {}
 
     def copy(self, source: Region | Block, target: Region | Block, label: str = "") -> Ticket:
-        """Starts copying ``source`` to ``target`` (same size). The ticket keeps the memory of both alive.
+        """Starts copying ``source`` to ``target`` (same size). Both may be freed: their memory lives until the copy has ended.
 
         Device work queued so far is waited for by the copy (on a stream, not by the caller). The caller orders uses of the
         target after the ticket.
@@ -172,11 +172,11 @@ class Links:
             goal.copy_(origin, non_blocking=True)
             event.record(stream)
         meter.watch_events(start, event, label, self.clock)
-        # The allocator must not hand this memory out again before the copy is through.
+        # The allocator must not hand this memory out again before the copy is through. Then the ticket need not keep it.
         for tensor in (origin, goal):
             if tensor.is_cuda:
                 tensor.record_stream(stream)
-        return EventTicket(event, keep=(origin, goal))
+        return EventTicket(event, keep=tuple(tensor for tensor in (origin, goal) if not tensor.is_cuda))
 
 
 def _memory(region: Region) -> torch.Tensor:
