@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 import unwall
+from bench.engines.unwall import plan_fields
 from bench.shapes import SHAPES
+from bench.spec import parse_spec
 from bench.workload import ADAMW, batch_of, build
 from unwall.plan import Plan
 from unwall.planner import hardware
@@ -48,15 +50,11 @@ CASES: tuple[tuple[str, dict[str, Any], int, int, int], ...] = (
     ("disk", DISK, 4, 128, 1),
 )
 """Name, fields of the plan, samples of a pass, tokens of a sample, passes of a step."""
-H200_CASES: tuple[tuple[str, str, dict[str, Any], bool, float], ...] = (
-    ("everything on the device", "1b", {}, True, 0.3247),
-    ("everything on the device", "3b", {}, True, 0.9062),
-    ("everything on the host, 9 GiB of device", "3b", HOST | {"device_bytes": "9GiB"}, True, 1.2427),
-    ("auto, 40 GiB of device", "3b", {"device_bytes": "40GiB"}, True, 0.9071),
-)
-"""Name, shape, fields of the plan, clipping, and the step that docs/design.md reports: 8 x 2048 tokens on one H200."""
-H200_HOST_BYTES_PER_S = 130e9
-"""Host memory of that machine (16 cores) under the update, measured with the same figures."""
+H200 = Path("bench/machines/h200.json")
+"""What ``unwall.probe`` measured on the machine of the results below (``tools/gpu_check probe``)."""
+H200_RESULTS = "bench/results/h200-*.json"
+ACTIVE_CLIP = 1.0
+"""Limits of the norm up to this one are taken to clip; larger ones were chosen so as not to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,13 +164,20 @@ def table(machine: Hardware, rows: list[Row], rounds: int, seconds: float) -> st
 
 
 def h200_table() -> str:
-    """Nothing is run: the planner's numbers beside figures that were measured there before."""
-    alone = hardware.load("8xh200").with_nodes(1, 1)
-    machine = dataclasses.replace(alone, host_memory_bytes_per_s=H200_HOST_BYTES_PER_S)
-    lines = ["| plan | shape | predicted s | measured s | off by |", "|---|---|---|---|---|"]
-    for name, shape, fields, clip, step_s in H200_CASES:
-        found = predicted(fields, Workload(batch=8, seq=2048, clip=clip), machine, shape).step_s
-        lines.append(f"| {name} | {shape} | {found:.3f} | {step_s:.3f} | {100 * (found / step_s - 1):+.0f}% |")
+    """Nothing is run: predictions for every row of unwall in the suite's results, with the machine as it was probed."""
+    machine = hardware.load(H200)
+    lines = ["| engine | shape | commit | predicted s | measured s | off by |", "|---|---|---|---|---|---|"]
+    for path in sorted(Path().glob(H200_RESULTS)):
+        result = json.loads(path.read_text())
+        for row in result["rows"]:
+            if row["status"] != "ok" or not row["engine"].startswith("unwall"):
+                continue
+            fields, optimizer = plan_fields(parse_spec(row["engine"]).options, Path("disk"))
+            clipped = row["clip"] is not None and row["clip"] <= ACTIVE_CLIP
+            load = Workload(batch=row["batch"], seq=row["seq"], clip=clipped, **optimizer)
+            found, step_s = predicted(fields, load, machine, row["shape"]).step_s, row["step_s"]
+            numbers = f"{found:.3f} | {step_s:.3f} | {100 * (found / step_s - 1):+.0f}%"
+            lines.append(f"| `{row['engine']}` | {row['shape']} | {result['machine']['commit']} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -192,7 +197,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="a page with a marked place for the table")
     parser.add_argument("--json", type=Path)
     parser.add_argument(
-        "--h200", action="store_true", help="only the table of the H200: predictions, and figures measured before"
+        "--h200", action="store_true", help="only the table of the H200: predictions, and the suite's results from there"
     )
     options = parser.parse_args()
     if options.docs:

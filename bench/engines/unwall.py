@@ -1,5 +1,6 @@
 """unwall. Options behind the name are fields of ``unwall.Plan``; those in ``_OPTIMIZER`` go to ``unwall.AdamW``."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,7 @@ _OPTIMIZER = ("update_in_backward",)
 
 def start(job: Job) -> Running:
     unwall = require("unwall")
-    options = {name: _value(text) for name, text in job.options.items()}
-    extra: dict[str, Any] = {name: bool(options.pop(name)) for name in _OPTIMIZER if name in options}
-    if options.get("disk") == "scratch":
-        options["disk"] = job.scratch
-        if not {"device_bytes", "host_bytes", "params", "optimizer"} & options.keys():
-            options |= {"params": "disk", "optimizer": "disk"}  # with budgets: what they leave over goes to disk
+    options, extra = plan_fields(job.options, job.scratch)
     model = build(job.shape, "meta")
     unwall.shard(model, unwall.Plan(**options))
     _fill(model)
@@ -45,6 +41,17 @@ def start(job: Job) -> Running:
     return Running(
         step=step, version=version_of("unwall"), written_bytes=written_bytes, profile=profile, finish=lambda: _finish(model)
     )
+
+
+def plan_fields(given: Mapping[str, str], scratch: Path) -> tuple[dict[str, Any], dict[str, bool]]:
+    """The fields of ``unwall.Plan`` and those of ``unwall.AdamW`` that an engine's options mean."""
+    options = {name: _value(text) for name, text in given.items()}
+    optimizer = {name: bool(options.pop(name)) for name in _OPTIMIZER if name in options}
+    if options.get("disk") == "scratch":
+        options["disk"] = scratch
+        if not {"device_bytes", "host_bytes", "params", "optimizer"} & options.keys():
+            options |= {"params": "disk", "optimizer": "disk"}  # with budgets: what they leave over goes to disk
+    return options, optimizer
 
 
 def _fill(model: torch.nn.Module) -> None:

@@ -257,3 +257,49 @@ def train_two_plain(world):
 def test_two_models_train_together(ranks, world):
     for plain, got in zip(train_two_plain(world), ranks(world).run(train_two)[0], strict=True):
         assert_close(plain, got)
+
+
+PLACES = pytest.mark.parametrize(
+    "plan",
+    [
+        {"params": "device", "optimizer": "device"},
+        {"params": "host", "optimizer": "host"},
+        {"params": "disk", "optimizer": "disk"},
+    ],
+    ids=["device", "host", "disk"],
+)
+
+
+@PLACES
+def test_backward_through_a_graph_from_before_the_step_is_refused_as_in_pytorch(plan, tmp_path):
+    model = seeded(ChainNet)
+    unwall.shard(model, Plan(compute_dtype=torch.float32, disk=tmp_path, **plan))
+    optimizer = unwall_adamw(model)
+    inputs, target = vectors()
+    earlier, later = mse(model, (inputs, target)), mse(model, (inputs, target))
+    later.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"modified .*by an inplace operation"):
+        earlier.backward()
+    optimizer.zero_grad()
+    before = model.state_dict()
+    mse(model, (inputs, target)).backward()  # and training goes on
+    optimizer.step()
+    assert not torch.equal(before["first.weight"], model.state_dict()["first.weight"])
+
+
+@PLACES
+def test_a_saved_activation_that_was_changed_is_refused_as_in_pytorch(plan, tmp_path):
+    class Changes(ChainNet):
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            out = self.second(hidden)
+            hidden.add_(1)  # the second layer's backward needs it as it was
+            return out
+
+    model = seeded(Changes)
+    unwall.shard(model, Plan(compute_dtype=torch.float32, disk=tmp_path, **plan))
+    inputs, target = vectors()
+    with pytest.raises(RuntimeError, match=r"modified .*by an inplace operation"):
+        mse(model, (inputs, target)).backward()

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from unwall.optim.norm import clip_factor, over_ranks, sum_squares
 from unwall.optim.scaler import LossScaler
@@ -90,6 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.version += 1
             engine.executor.invalidate(index)
             engine.discard_gradients(index, slots)
+            # As an optimizer that writes in place: backward through a graph that was built before this step raises.
+            increment_version([engine.groups[index].params[slot] for slot in slots])
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

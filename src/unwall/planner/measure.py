@@ -20,8 +20,8 @@ LIMIT_S = 0.3
 """For all rounds of one measurement."""
 HEAT_S = 1.5
 COPY_BYTES = 128 << 20
-UPDATE_NUMEL = 12 << 20
-"""Parameters: 14 bytes each, far more than caches hold."""
+UPDATE_NUMEL = 6 << 20
+"""Parameters a thread: 14 bytes each, far more than its share of the caches."""
 DISK_BYTES = 256 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -104,19 +104,20 @@ def _device_copies(device: torch.device) -> tuple[float, float, float]:
 
 def update_rate(threads: int) -> float:
     """Bytes a second of host memory under the update kernel, on all threads."""
+    numel = UPDATE_NUMEL * threads
     with WorkerPool(threads) as pool:
         sizes = {"param": 2, "remainder": 2, "exp_avg": 4, "exp_avg_sq": 4, "grad": 2}
-        held = {name: HostMemory(size * UPDATE_NUMEL, pool) for name, size in sizes.items()}
+        held = {name: HostMemory(size * numel, pool) for name, size in sizes.items()}
         at = {name: memory.address for name, memory in held.items()}
         step = AdamWStep(lr=1e-3, step=1)
 
         def work() -> None:
             pool.adamw(
-                at["param"], at["exp_avg"], at["exp_avg_sq"], at["grad"], UPDATE_NUMEL, step, grad_dtype=DType.BF16,
+                at["param"], at["exp_avg"], at["exp_avg_sq"], at["grad"], numel, step, grad_dtype=DType.BF16,
                 remainder=at["remainder"],
             ).wait()  # fmt: skip
 
-        return UPDATE_SPLIT_BYTES * UPDATE_NUMEL / best_s(work, torch.device("cpu"))
+        return UPDATE_SPLIT_BYTES * numel / best_s(work, torch.device("cpu"))
 
 
 def device_memory_rate(device: torch.device) -> float:

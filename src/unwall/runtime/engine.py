@@ -163,7 +163,8 @@ class Engine:
     # [Note: saved tensors]
     # Hooks on outputs fetch a group before its backward. Some reads come another way: a detached weight, a graph that is
     # differentiated twice, a tensor kept aside on the module. What autograd saved of a flat buffer is therefore unpacked
-    # through the engine, which makes the group resident first. Only where groups come and go at all.
+    # through the engine, which makes the group resident first. Only where groups come and go at all. Autograd does not compare
+    # versions of what goes through hooks, so that is done here: a tensor that was changed since it was saved is an error.
 
     def _watch_saved_tensors(self) -> None:
         if self._streams:
@@ -178,17 +179,23 @@ class Engine:
     def _pack(self, tensor: torch.Tensor) -> Any:
         index = self._flats.get(tensor.untyped_storage()._cdata)
         # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
-        return tensor.detach() if index is None else (index, tensor.detach())
+        return index, tensor.detach(), None if tensor.is_inference() else tensor._version
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        index, tensor = packed
+        index, tensor, version = packed
+        assert isinstance(tensor, torch.Tensor)
+        if version is not None and tensor._version != version:
+            what = "a tensor" if index is None else f"a parameter of group {self.groups[index].name}"
+            raise RuntimeError(
+                f"backward needs {what} as it was in forward, but it has been modified since by an inplace operation, or by an "
+                "optimizer's step: run forward again"
+            )
+        if index is None:
+            return tensor
         if self.groups[index].residence is not Residence.RESIDENT or not self.executor.is_pinned(index):
             self._pin_for_backward(index)
             if torch._C._current_graph_task_id() != -1:
                 self._note_task()
-        assert isinstance(tensor, torch.Tensor)
         return tensor
 
     def _begin_pass(self) -> None:
