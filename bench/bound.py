@@ -22,17 +22,16 @@ TEXT = f"""\
 Lower bound of a step: the longest of *compute* (model FLOPs at the best rate that an engine with everything on the device
 reached in the same run), *host update* ({UPDATE_BYTES} bytes a parameter at the measured host memory bandwidth), *link*
 ({FETCH_BYTES} bytes a parameter to the device, {DRAIN_BYTES} back, both ways at once) and *disk* (what of {STATE_BYTES} bytes a
-parameter did not fit into the host and device memory the engine used, read once and written once a step). Host update and
-link count where the optimizer's state is on the host or the disk; `auto` is held against compute alone."""
+parameter did not fit into the host and device memory the engine used, read once and written once a step, at once). Host update
+and link count where the optimizer's state is on the host or the disk; `auto` is held against compute alone. Without a resident
+engine in the run compute is left out."""
 
 
 def bound_seconds(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], probe: Mapping[str, float]) -> dict[str, float]:
-    """The terms by name, for a finished row of a run. Empty: no engine of the run was resident, or a speed was not measured."""
+    """The terms by name, for a finished row of a run. Empty: a speed that it needs was not measured."""
     rate = best_resident_flops(rows)
-    if rate is None:
-        return {}
     shape, world = SHAPES[row["shape"]], row["world"]
-    terms = {"compute": world * shape.flops(row["batch"], row["seq"]) / rate}
+    terms = {} if rate is None else {"compute": world * shape.flops(row["batch"], row["seq"]) / rate}
     if row["tier"] not in ("host", "disk"):
         return terms
     if "host_bytes_per_s" not in probe:
@@ -43,11 +42,11 @@ def bound_seconds(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pro
         drain = DRAIN_BYTES * shape.params / world / probe["device_to_host_bytes_per_s"]
         terms["link"] = max(fetch, drain)
     if row["tier"] == "disk":
-        if "disk_read_bytes_per_s" not in probe:
+        if "disk_both_bytes_per_s" not in probe:
             return {}
         held = row["host_peak_bytes"] + world * row.get("device_peak_bytes", 0)
         spilled = max(0, STATE_BYTES * shape.params - held)
-        terms["disk"] = spilled / probe["disk_read_bytes_per_s"] + spilled / probe["disk_write_bytes_per_s"]
+        terms["disk"] = 2 * spilled / probe["disk_both_bytes_per_s"]
     return terms
 
 

@@ -55,7 +55,8 @@ def links(nbytes: int) -> dict[str, float]:
 
 
 def disk(folder: Path) -> dict[str, float]:
-    """Past the page cache, eight requests at a time. One round: a disk is slow, and a bound needs no more than its size."""
+    """Past the page cache, eight requests at a time: written, read, and both at once in all (half of the file each). One round
+    of each: a disk is slow, and a bound needs no more than its size."""
     path = folder / "probe"
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
@@ -68,14 +69,21 @@ def disk(folder: Path) -> dict[str, float]:
         total = _DISK_BLOCKS * _DISK_BLOCK_BYTES
         with ThreadPoolExecutor(_DISK_THREADS) as pool:
 
-            def all_blocks(move: Callable[[int, list[mmap.mmap], int], int]) -> float:
+            def all_blocks(*moves: Callable[[int, list[mmap.mmap], int], int]) -> float:
                 start = time.perf_counter()
-                jobs = [pool.submit(move, handle, [buffer], i * _DISK_BLOCK_BYTES) for i, buffer in enumerate(buffers)]
+                jobs = [
+                    pool.submit(moves[i % len(moves)], handle, [buffer], i * _DISK_BLOCK_BYTES)
+                    for i, buffer in enumerate(buffers)
+                ]
                 for job in jobs:
                     job.result()
                 return total / (time.perf_counter() - start)
 
-            return {"disk_write_bytes_per_s": all_blocks(os.pwritev), "disk_read_bytes_per_s": all_blocks(os.preadv)}
+            return {
+                "disk_write_bytes_per_s": all_blocks(os.pwritev),
+                "disk_read_bytes_per_s": all_blocks(os.preadv),
+                "disk_both_bytes_per_s": all_blocks(os.preadv, os.pwritev),
+            }
     except OSError:
         return {}
     finally:

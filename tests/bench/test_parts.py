@@ -96,7 +96,7 @@ def test_a_first_loss_that_is_not_a_number_disagrees():
 
 
 SPEEDS = {"host_bytes_per_s": 100e9, "host_to_device_bytes_per_s": 50e9, "device_to_host_bytes_per_s": 50e9}
-DISK = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 3e9}
+DISK = {"disk_read_bytes_per_s": 3e9, "disk_write_bytes_per_s": 3e9, "disk_both_bytes_per_s": 4e9}
 
 
 def test_the_bound_of_each_tier():
@@ -107,9 +107,11 @@ def test_the_bound_of_each_tier():
     host = bound_seconds(row("h", "host"), rows, SPEEDS)
     assert host == pytest.approx({"compute": 1.0, "host update": params * 26 / 100e9, "link": params * 4 / 50e9})
     disk = bound_seconds(row("d", "disk"), rows, SPEEDS | DISK)
-    assert disk["disk"] == pytest.approx((14 * params - (19 << 30)) / 1.5e9)
+    assert disk["disk"] == pytest.approx((14 * params - (19 << 30)) / 2e9)
     assert bound_seconds(row("d", "disk"), rows, SPEEDS) == {}
-    assert bound_seconds(row("h", "host"), [row("h", "host")], SPEEDS) == {}
+    alone = bound_seconds(row("h", "host"), [row("h", "host")], SPEEDS)
+    assert alone.keys() == {"host update", "link"}
+    assert bound_seconds(row("a", "auto"), [row("a", "auto")], SPEEDS) == {}
 
 
 def test_rounds_are_pooled_and_a_failed_one_shows():
