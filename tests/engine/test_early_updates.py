@@ -1,6 +1,8 @@
 """Updates that run ahead of ``step``: always the bits of a synchronous step, whatever happens between backward and step."""
 
 import errno
+import gc
+import shutil
 import time
 
 import pytest
@@ -245,6 +247,182 @@ def test_an_update_through_the_disk_stops_when_it_is_not_wanted_any_more(tmp_pat
     assert 0 < extra < (written[-1] - written[-2]) / 4 * 0.6
 
 
+class Branches(nn.Module):
+    """Uses the layers that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(192, 192, bias=False) for name in "abcd"})
+
+    def forward(self, x, use):
+        for name in use:
+            x = torch.tanh(self.layers[name](x))
+        return x
+
+
+def branching(plan, fault):
+    """b's commit falls behind the failed update of a; c is speculated on before b's commit is tried again."""
+    torch.manual_seed(0)
+    model = Branches()
+    unwall.shard(model, Plan(compute_dtype=torch.bfloat16, **plan))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    engine = unwall.api.engine(model)
+
+    def run(seed, use):
+        torch.manual_seed(seed)
+        model(torch.randn(8, 192), use).float().square().mean().backward()
+        let_it_run()
+
+    for seed in range(4):
+        run(seed, "dabc")
+        optimizer.step()
+        optimizer.zero_grad()
+    run(10, "dab")
+    if fault:
+        for (_, index), speculation in optimizer._early._speculations.items():
+            if engine.groups[index].name.endswith("a"):
+                speculation.progress = early.Progress.FAILED  # so that a is updated in place
+        engine.tiers.disk.engine.inject_fault("write", 0, 1, errno.EIO)
+    optimizer.step()
+    let_it_run()
+    if fault:
+        engine.tiers.disk.engine.inject_fault("write", 0, 0, errno.EIO)
+    optimizer.zero_grad()
+    for _ in range(3):
+        try:
+            run(11, "dac")
+            break
+        except OSError:
+            optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+    return outcome(model, optimizer)
+
+
+def test_a_shadow_is_not_used_again_before_its_commit_came_through(tmp_path):
+    expected = branching({"params": "device", "optimizer": "device"}, fault=False)
+    got = branching({"params": "host", "optimizer": "disk", "disk": tmp_path}, fault=True)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+def test_shadows_on_disk_make_way_for_what_is_needed(tmp_path, monkeypatch):
+    """A second backward needs room for wider gradients, a second optimizer for its states."""
+
+    def scenario(model, optimizer):
+        steps(model, optimizer, 4)
+        backward(model, 10)
+        backward(model, 11)
+        optimizer.step()
+        optimizer.zero_grad()
+        other = unwall.AdamW(model.parameters(), lr=1e-2)
+        steps(model, other, 1)
+
+    plan = {**on_disk(tmp_path), "grads": "disk"}
+    monkeypatch.setattr(early, "CLIP_MEMORY", 1000)
+    monkeypatch.setattr(early.EarlyUpdates, "after_step", lambda self, *_: self.applied.clear())
+    needed = same(scenario, plan).tiers["disk"].peak_bytes
+    monkeypatch.undo()
+    monkeypatch.setattr(early, "CLIP_MEMORY", 2)
+    stats = same(scenario, {**plan, "disk_bytes": needed + 300_000})
+    assert stats.speculated.committed > 0
+    assert stats.tiers["disk"].peak_bytes <= needed + 300_000
+
+
+def test_shadows_that_are_being_committed_are_waited_for_when_the_host_needs_room():
+    needed = []
+    for budget in (None, 0):
+        model, optimizer = start({**HOST, **({} if budget is None else {"host_bytes": needed[0] + 4096})})
+        optimizer._early._rest_steps = 1000 if budget is None else 0
+        steps(model, optimizer, 3)
+        backward(model, 10)
+        let_it_run()
+        slow = HostUpdate(lambda: time.sleep(0.2), object())
+        optimizer.step()  # its commits are queued behind that
+        unwall.AdamW(model.parameters())
+        slow.wait()
+        needed.append(unwall.stats(model).tiers["host"].peak_bytes)
+        committed = unwall.stats(model).speculated.committed
+    assert committed > 0
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_model_dropped_between_backward_and_step_leaves_no_file(tmp_path, forgotten):
+    model, optimizer = start(on_disk(tmp_path))
+    steps(model, optimizer, 3)
+    backward(model, 10)
+    if forgotten:
+        optimizer.zero_grad()
+    del model, optimizer
+    for _ in range(100):
+        gc.collect()
+        if not list(tmp_path.iterdir()):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"left behind: {list(tmp_path.iterdir())}")
+
+
+def test_a_folder_that_is_removed_while_training_does_no_harm(tmp_path):
+    folder = tmp_path / "tier"
+    folder.mkdir()
+
+    def scenario(model, optimizer):
+        steps(model, optimizer, 3)
+        if unwall.api.engine(model).tiers.disk is not None:
+            shutil.rmtree(folder)
+        steps(model, optimizer, 3, first=5)
+
+    same(scenario, on_disk(folder))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_wrapped_optimizer_on_the_same_parameters(dtype, late):
+    """It keeps tensors of the states, which must stay where they are."""
+
+    def scenario(model, optimizer):
+        def wrapped():
+            return unwall.wrap(torch.optim.SGD(model.parameters(), lr=1e-2))
+
+        other = None if late else wrapped()
+        steps(model, optimizer, 3)
+        backward(model, 10)
+        let_it_run()
+        other = other or wrapped()
+        optimizer.step()
+        for seed in range(3):
+            steps(model, other, 1, first=20 + seed)
+            steps(model, optimizer, 1, first=30 + seed)
+
+    same(scenario, dtype=dtype)
+
+
+def test_an_optimizer_dropped_after_its_update_failed_leaves_a_usable_model(tmp_path):
+    def scenario(model, optimizers):
+        steps(model, optimizers[0], 2)
+        backward(model, 10)
+        let_it_run()
+        tiers = unwall.api.engine(model).tiers
+        if tiers.disk is not None:
+            unwall.stats(model)
+            tiers.disk.engine.inject_fault("write", 0, 10**6, errno.EIO)
+        optimizers[0].step()
+        let_it_run()
+        optimizers.clear()
+        gc.collect()
+        if tiers.disk is not None:
+            with pytest.raises(OSError, match="Input/output error"):
+                unwall.stats(model)
+            tiers.disk.engine.inject_fault("write", 0, 0, errno.EIO)
+        return model.state_dict()
+
+    results = []
+    for plan in ({"params": "device", "optimizer": "device"}, {"params": "host", "optimizer": "disk", "disk": tmp_path}):
+        model, *optimizers = start(plan, max_grad_norm=1e-3)
+        results.append(scenario(model, optimizers))
+        assert not optimizers
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
 # -- update_in_backward ---------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +472,7 @@ def on_ranks(stage, folder):
         ({**HOST, "stage": stage}, {"max_grad_norm": 1e6}),
         ({**HOST, "stage": stage}, {"update_in_backward": True}),
         ({**disk, "stage": stage}, {"update_in_backward": True}),
+        ({**disk, "stage": stage}, {}),
     ]
     for plan, options in cases:
         results = []

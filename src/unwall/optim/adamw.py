@@ -9,11 +9,11 @@ import torch
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.disk_update import DiskUpdate, Parts
-from unwall.optim.early import EarlyUpdates, covers, or_commit
+from unwall.optim.early import EarlyUpdates, covers
 from unwall.optim.kernels import adamw, has_kernel, run_spans
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
-from unwall.optim.updates import Factor, HostUpdate, in_memory
+from unwall.optim.updates import Factor, in_memory
 from unwall.optim.whole import from_rank_0, load_whole_states, own_states, whole_states
 from unwall.runtime.engine import Engine, discarded, free_discarded
 from unwall.shards.group import Group
@@ -54,7 +54,7 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
         self._kept = own_states(self, MOMENTS)
         self._early = EarlyUpdates(update_in_backward)
-        weakref.finalize(self, discarded.append, self._early.free).atexit = False
+        weakref.finalize(self, discarded.append, self._early.shadows.free).atexit = False
         free_discarded()
         for param in self._params():
             if param.requires_grad:
@@ -93,7 +93,7 @@ class AdamW(ShardedOptimizer):
             group.update = self._on_host(engine, index, runs, Factor(1.0, None))
             self._early.applied[id(engine), index] = runs
             return
-        if gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
+        if group.fixed or gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
             return
         group.finish_update()
         runs = self._runs(group, slots, self._numbers(), count=False)
@@ -154,13 +154,7 @@ class AdamW(ShardedOptimizer):
             assert gradient.value is not None
             spans = run_spans(self._tensors(group), gradient.value, runs)
             work = in_memory(spans, gradient.landing, factor, meter, group.name)
-        speculation = self._early.take(engine, group, runs)
-        if speculation is not None:
-            work = or_commit(engine, speculation, factor, work)
-        update = HostUpdate(work, meter, again=group.home.on_disk)
-        if speculation is not None:
-            speculation.shadow.user = update
-        return update
+        return self._early.commit_or(engine, group, runs, factor, work)
 
     def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep], clipped: bool) -> None:
         runs = self._runs(engine.groups[index], slots, numbers, count=False, ahead=0)

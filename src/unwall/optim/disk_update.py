@@ -110,7 +110,8 @@ class DiskUpdate:
                 failure = error
                 under_way[-1].incomplete = True
             if not under_way:
-                assert failure is not None or dropped(), "chunks are left, but no slot for them"
+                if failure is None and not dropped():
+                    raise RuntimeError(f"the update of group {self._name} has chunks left, but all slots are in use")
                 break
             try:
                 self._finish(under_way.popleft())

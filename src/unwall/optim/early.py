@@ -13,9 +13,9 @@ With ``update_in_backward=True`` the user has promised that each backward is fol
 the update runs in place and needs no shadow; breaking the promise is an error.
 """
 
+import enum
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from unwall.native.library import DiskError
@@ -23,19 +23,41 @@ from unwall.optim.disk_update import DiskUpdate, Parts
 from unwall.optim.kernels import adamw, finish_updates, run_spans
 from unwall.optim.runs import Run
 from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
-from unwall.optim.updates import Factor, HostUpdate
+from unwall.optim.updates import Factor, HostUpdate, on_update_thread
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.store import Store
 
 CLIP_MEMORY = 8
 """Steps without clipping after which speculation pays again."""
+REST_STEPS = 50
+"""Steps without speculation after someone needed the memory of the shadows."""
 
 Key = tuple[int, int]
 """A group: its engine's id and its index."""
 
 
-@dataclass
+class Wanted(enum.Enum):
+    """Whether the result of a speculation can be of use. Decided by the thread that trains."""
+
+    YES = "yes"
+    IF_BEGUN = "if it has begun"
+    """``step`` has come, and will use what there is."""
+    NO = "no"
+
+
+class Progress(enum.Enum):
+    """How far a speculation is. Decided by the thread that updates."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    RESOLVED = "resolved"
+    """Committed, or given up for an update in place."""
+
+
+@dataclass(eq=False)
 class Speculation:
     """An update into a shadow, and what it took for granted."""
 
@@ -47,16 +69,35 @@ class Speculation:
     """Of the gradient."""
     generation: int
     """Of the group."""
+    wanted: Wanted = Wanted.YES
+    progress: Progress = Progress.QUEUED
     update: HostUpdate | None = None
-    cancelled: bool = False
-    """Not to be begun any more: ``step`` has come."""
-    dropped: bool = False
-    """Not wanted any more, however far it has come."""
-    begun: bool = False
-    finished: bool = False
+    commit: HostUpdate | None = None
 
+    def run(self, compute: Callable[[], None]) -> None:
+        """On the thread that updates. A failure is no error yet: ``step`` will update in place."""
+        if self.wanted is not Wanted.YES:
+            return
+        self.progress = Progress.RUNNING
+        try:
+            compute()
+            self.progress = Progress.FINISHED
+        except Exception:
+            self.progress = Progress.FAILED
+
+    @property
     def under_way(self) -> bool:
         return self.update is not None and not self.update.done()
+
+    @property
+    def settled(self) -> bool:
+        """It will not touch its shadow any more."""
+        return self.progress is Progress.RESOLVED or (self.wanted is Wanted.NO and not self.under_way)
+
+    def wait(self) -> None:
+        ticket = self.commit or self.update
+        if ticket is not None:
+            ticket.wait()
 
 
 class EarlyUpdates:
@@ -66,17 +107,18 @@ class EarlyUpdates:
         self.in_place = in_place
         self.applied: dict[Key, list[Run]] = {}
         """Groups that were updated in place since the last step, and with which numbers."""
+        self.shadows = Shadows()
         self._speculations: dict[Key, Speculation] = {}
-        self._shadows = Shadows()
         self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
-        self._exhausted = False
         self._quiet_steps = -1  # no step yet: a first step takes its memory before shadows do
+        self._rest_steps = 0
         self._last: Factor | None = None
 
     def after_step(self, factor: Factor | None, passes: int) -> None:
         """Remembers what the step was like. ``factor``: what it clipped with, None where it did not clip."""
         self.applied.clear()
         self.forget()
+        self._rest_steps = max(0, self._rest_steps - 1)
         self._last = factor
         if passes > 1:
             self._quiet_steps, self._last = 0, None
@@ -88,103 +130,104 @@ class EarlyUpdates:
         if self._last is not None and self._last.known is not None:
             self._quiet_steps = max(0, self._quiet_steps) + 1 if self._last.known == 1.0 else 0
             self._last = None
-        return self._quiet_steps >= CLIP_MEMORY and not self._exhausted
+        return self._quiet_steps >= CLIP_MEMORY and self._rest_steps == 0
 
     def speculate(self, engine: Engine, group: Group, stores: dict[str, Store], runs: list[Run]) -> None:
         """Starts the update of a group out of place, if there is a shadow for it."""
+        key = (id(engine), group.index)
+        if key in self._speculations:  # a backward was forgotten without this optimizer's zero_grad
+            self._speculations.pop(key).wanted = Wanted.NO
         shadow = self._shadow_for(engine, group, stores)
         if shadow is None:
             return
         gradient = engine.gradients[group.index]
         speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation)
-        compute = _through_disk if speculation.through_disk else _in_memory
-        run = compute(engine, group, speculation)
-
-        def work() -> None:
-            if not speculation.cancelled and not speculation.dropped:
-                speculation.begun = True
-                speculation.finished = run()
-
-        speculation.update = shadow.user = HostUpdate(work, engine.tiers.updates)
-        self._speculations[id(engine), group.index] = speculation
+        try:
+            compute = (_through_disk if speculation.through_disk else _in_memory)(engine, group, speculation)
+        except DiskError:  # of what is written back first; whoever looks at it next is told
+            return
+        shadow.lend(speculation)
+        speculation.update = HostUpdate(lambda: speculation.run(compute), engine.tiers.updates)
+        self._speculations[key] = speculation
 
     def forget(self) -> None:
         """The gradients are gone, and with them what was computed ahead."""
         for speculation in self._speculations.values():
-            speculation.dropped = True
+            speculation.wanted = Wanted.NO
         self._speculations.clear()
 
     def reclaim(self) -> None:
-        """The host needs its memory for something else: gives back the shadows, and makes no more. What was computed ahead is
-        thrown away; what is being committed stays."""
-        self._exhausted = True
-        self._end_speculations()
-        self._shadows.reclaim()
+        """Host or disk are needed for something else: gives back the shadows, and makes none for a while. What was computed
+        ahead is thrown away, what is being committed is waited for."""
+        self._rest_steps = REST_STEPS
+        self.forget()
+        self.shadows.reclaim(wait=not on_update_thread())
 
-    def take(self, engine: Engine, group: Group, runs: list[Run]) -> Speculation | None:
+    def commit_or(
+        self, engine: Engine, group: Group, runs: list[Run], factor: Factor, otherwise: Callable[[], None]
+    ) -> HostUpdate:
+        """Queues a group's update: what was computed ahead, if that holds and nothing is clipped, ``otherwise`` in place."""
+        speculation = self._take(engine, group, runs)
+        work = otherwise if speculation is None else _ending(engine, speculation, factor, otherwise)
+        update = HostUpdate(work, engine.tiers.updates, again=group.home.on_disk)
+        if speculation is not None:
+            speculation.commit = update
+        return update
+
+    def _take(self, engine: Engine, group: Group, runs: list[Run]) -> Speculation | None:
         """The speculation for a group, if what it took for granted still holds."""
         key = (id(engine), group.index)
         found = self._speculations.get(key)
         if found is None:
             return None
-        serial = engine.gradients[group.index].serial
-        # Where gradients are there and their updates have not begun, updates are what is slow: the order of the next forward
-        # serves it best. Where they are still on their way, or one is next, the order of arrival does.
-        landing = engine.gradients[group.index].landing
-        waiting = next((other for other in self._speculations.values() if not other.begun), None)
-        found.cancelled = found is not waiting and (landing is None or landing.done())
+        gradient = engine.gradients[group.index]
+        if self._better_in_order(found, gradient.landing is None or gradient.landing.done()):
+            found.wanted = Wanted.IF_BEGUN
         del self._speculations[key]
-        if found.runs == runs and (found.serial, found.generation) == (serial, group.generation):
+        if found.runs == runs and (found.serial, found.generation) == (gradient.serial, group.generation):
             return found
-        found.dropped = True
+        found.wanted = Wanted.NO
         engine.speculation.missed += 1
         return None
 
-    def free(self) -> None:
-        """Gives the shadows back."""
-        self._end_speculations()
-        self._shadows.free()
-
-    def _end_speculations(self) -> None:
-        for speculation in self._speculations.values():
-            if speculation.update is not None:
-                with suppress(Exception):
-                    speculation.update.wait()  # it writes there
-        self._speculations.clear()
+    def _better_in_order(self, found: Speculation, landed: bool) -> bool:
+        """Where gradients are there and their updates have not begun, updates are what is slow: the order of the next forward
+        serves it best. Where they are still on their way, or one is next, the order of arrival does."""
+        queued = (other for other in self._speculations.values() if other.progress is Progress.QUEUED)
+        return landed and found is not next(queued, None)
 
     def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
         if engine not in self._seen:
             self._seen.add(engine)
-            engine.tiers.host.reclaimers.append(weakref.WeakMethod(self.reclaim))
+            for ledger in engine.tiers.ledgers.values():
+                if ledger.tier != "device":
+                    ledger.reclaimers.append(weakref.WeakMethod(self.reclaim))
         if not group.home.on_disk:
-            return self._shadows.of_group(engine, group, stores)
-        others = self._speculations.values()
-        if sum(other.through_disk and other.under_way() for other in others) >= DISK_AHEAD:
-            return None
-        return self._shadows.on_disk(engine, stores, [other.shadow for other in others])
+            return self.shadows.of_group(engine, group, stores)
+        ahead = sum(other.through_disk and other.under_way for other in self._speculations.values())
+        return None if ahead >= DISK_AHEAD else self.shadows.on_disk(engine, stores)
 
 
-def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], bool]:
-    """The update of a group in host memory, out of place; says whether it was done."""
+def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+    """The update of a group in host memory, out of place."""
     gradient, stores = engine.gradients[group.index], speculation.stores
     assert gradient.value is not None
     sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, speculation.runs)
     targets = run_spans(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
     landing = gradient.landing
 
-    def run() -> bool:
+    def compute() -> None:
         if landing is not None:
             landing.wait()
         pairs = zip(sources, targets, strict=True)
         tickets = [(adamw(source, step, out=target), source) for (source, step), (target, _) in pairs]
         finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
-        return True
 
-    return run
+    return compute
 
 
-def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], bool]:
-    """The same for a group with states on disk. A drive that fails is no error yet: ``step`` will update in place."""
+def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+    """The same for a group with states on disk."""
     gradient = engine.gradients[group.index]
     grad = gradient.stored or gradient.value
     assert grad is not None
@@ -192,36 +235,29 @@ def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Cal
     parts = Parts(speculation.stores, grad, speculation.shadow.blocks)
     update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
 
-    def run() -> bool:
+    def compute() -> None:
         try:
-            update.work(lambda: speculation.dropped)
-        except DiskError:
-            return False
+            update.work(dropped=lambda: speculation.wanted is Wanted.NO)
         finally:
             update.abandon()
-        return True
 
-    return run
+    return compute
 
 
-def or_commit(engine: Engine, speculation: Speculation, factor: Factor, otherwise: Callable[[], None]) -> Callable[[], None]:
-    """The end of a speculation: committed if nothing is clipped after all, otherwise an update in place."""
-    redo = False
+def _ending(engine: Engine, speculation: Speculation, factor: Factor, otherwise: Callable[[], None]) -> Callable[[], None]:
+    """Commits a speculation or gives it up. After it was given up, another attempt only does what is left in place."""
 
     def work() -> None:
-        nonlocal redo
-        if not redo:
-            assert speculation.update is not None
-            error = speculation.update.failure()  # ended: the queue has run it before this
-            if error is not None:
-                raise error
+        if speculation.progress is not Progress.RESOLVED:
             scale = factor.get()
-            if scale == 1.0 and speculation.finished:
+            usable = speculation.progress is Progress.FINISHED
+            if scale == 1.0 and usable:
                 speculation.shadow.swap(speculation.stores)
                 engine.speculation.committed += 1
+            speculation.progress = Progress.RESOLVED
+            if scale == 1.0 and usable:
                 return
             engine.speculation.missed += scale != 1.0  # otherwise it was only too late
-            redo = True
         otherwise()
 
     return work

@@ -8,12 +8,12 @@ under way; committed, its old extents are the next shadow. There are never more 
 """
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Iterator
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 
-from unwall.optim.updates import HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.store import Store
@@ -26,13 +26,26 @@ DISK_AHEAD = 2
 """Updates through the disk ahead of ``step`` that are under way at once: the next one is ready when one ends."""
 
 
+class User(Protocol):
+    """What writes into a shadow, and commits it or does not."""
+
+    @property
+    def settled(self) -> bool:
+        """It will not touch the shadow any more."""
+        ...
+
+    def wait(self) -> None:
+        """Waits for what it has under way."""
+        ...
+
+
 class Shadow:
     """A second place for every state of one group, each on the tier where the state lives. Keeps no tier and no model alive."""
 
     def __init__(self, stores: dict[str, Store], tiers: Tiers) -> None:
         self._tiers = weakref.ref(tiers)
         self.blocks: dict[str, Block] = {}
-        self._user: weakref.ref[HostUpdate] | None = None
+        self._user: weakref.ref[User] | None = None
         try:
             for name, store in stores.items():
                 label = f"shadow of the {store.label}"
@@ -45,18 +58,21 @@ class Shadow:
             self.free()
             raise
 
-    @property
-    def user(self) -> HostUpdate | None:
-        """The work that writes here or commits what is here. None, or done: it can be used for another group."""
-        return None if self._user is None else self._user()  # gone: the queue has run it
-
-    @user.setter
-    def user(self, update: HostUpdate) -> None:
-        self._user = weakref.ref(update)
+    def lend(self, user: User) -> None:
+        """From now on the shadow is that user's, until it is settled or gone."""
+        self._user = weakref.ref(user)
 
     @property
     def idle(self) -> bool:
-        return self.user is None or self.user.done()
+        user = None if self._user is None else self._user()
+        return user is None or user.settled
+
+    def wait(self) -> None:
+        """Waits for what its user has under way. How that ended is known to those who asked for it."""
+        user = None if self._user is None else self._user()
+        if user is not None and not user.settled:
+            with suppress(Exception):
+                user.wait()
 
     def fits(self, stores: dict[str, Store]) -> bool:
         """Whether these states can be swapped with what is here."""
@@ -72,6 +88,7 @@ class Shadow:
         """The shadow becomes the state, the state the shadow."""
         for name, store in stores.items():
             store.block, self.blocks[name] = self.blocks[name], store.block
+            store.block.label, self.blocks[name].label = self.blocks[name].label, store.block.label
 
     def free(self) -> None:
         tiers = self._tiers()
@@ -90,59 +107,70 @@ class Shadows:
         self._on_disk: weakref.WeakKeyDictionary[Engine, list[Shadow]] = weakref.WeakKeyDictionary()
 
     def of_group(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
-        """The shadow of a group that lives in host memory, if it has one."""
+        """The shadow of a group that lives in host memory, if it has one and it is not in use."""
         if engine not in self._chosen:
             self._chosen[engine] = choose_shadowed(engine)
-        if group not in self._of_groups and group.index in self._chosen[engine]:
-            try:
-                self._of_groups[group] = Shadow(stores, engine.tiers)
-            except (BudgetError, MemoryError, RuntimeError):  # someone else took the memory, or it cannot be page-locked
+        found = self._of_groups.get(group)
+        if found is not None and found.idle and not found.fits(stores):
+            del self._of_groups[group]
+            found.free()
+            found = None
+        if found is None and group.index in self._chosen[engine]:
+            found = _shadow(stores, engine.tiers)
+            if found is None:  # someone else took the memory, or it cannot be page-locked
                 self._chosen[engine].discard(group.index)
-        return self._of_groups.get(group)
+            else:
+                self._of_groups[group] = found
+        return found if found is not None and found.idle else None
 
-    def on_disk(self, engine: Engine, stores: dict[str, Store], taken: Collection[Shadow]) -> Shadow | None:
-        """A shadow for a group with states on disk that is not ``taken``, if there is room for one."""
+    def on_disk(self, engine: Engine, stores: dict[str, Store]) -> Shadow | None:
+        """A shadow for a group with states on disk that is not in use, if there is room for one."""
         pool = self._on_disk.setdefault(engine, [])
         for shadow in pool:
-            if shadow.idle and shadow not in taken and shadow.fits(stores):
+            if shadow.idle and shadow.fits(stores):
                 return shadow
-        disk, host = engine.tiers.disk, engine.tiers.host
-        assert disk is not None
-        sizes = {True: 0, False: 0}
-        for store in stores.values():
-            sizes[store.on_disk] += store.block.nbytes
-        if sizes[True] > disk.spare_bytes() or sizes[False] > spare_bytes(host.ledger):
-            return None
-        try:
-            pool.append(Shadow(stores, engine.tiers))
-        except (BudgetError, MemoryError, RuntimeError, OSError):
-            return None
-        return pool[-1]
+        made = _shadow(stores, engine.tiers)
+        if made is not None:
+            pool.append(made)
+        return made
 
-    def reclaim(self) -> None:
-        """Gives back all but those that are being committed."""
-        for group, shadow in list(self._of_groups.items()):
-            if group.update is None or group.update.done():
-                del self._of_groups[group]
+    def reclaim(self, wait: bool) -> None:
+        """Gives back all that can be. ``wait``: also those that are in use now, when that has ended."""
+        for shadow in list(self._all()):
+            if wait:
+                shadow.wait()
+            if shadow.idle:
                 shadow.free()
+        for group in [group for group, shadow in self._of_groups.items() if not shadow.blocks]:
+            del self._of_groups[group]
         for pool in self._on_disk.values():
-            for shadow in [shadow for shadow in pool if shadow.idle]:
-                pool.remove(shadow)
-                shadow.free()
+            pool[:] = [shadow for shadow in pool if shadow.blocks]
 
     def free(self) -> None:
         """Gives all of them back, when what uses them has ended."""
-        for group, shadow in self._of_groups.items():
-            with suppress(Exception):  # what failed was reported where it was waited for
-                group.finish_update()  # it may still swap
-            shadow.free()
-        for shadow in [shadow for pool in self._on_disk.values() for shadow in pool]:
-            with suppress(Exception):
-                if shadow.user is not None:
-                    shadow.user.wait()
+        for shadow in self._all():
+            shadow.wait()
             shadow.free()
         self._of_groups.clear()
         self._on_disk.clear()
+
+    def _all(self) -> Iterator[Shadow]:
+        yield from self._of_groups.values()
+        for pool in self._on_disk.values():
+            yield from pool
+
+
+def _shadow(stores: dict[str, Store], tiers: Tiers) -> Shadow | None:
+    """A new shadow, where there is room to spare for one."""
+    sizes = {True: 0, False: 0}
+    for store in stores.values():
+        sizes[store.on_disk] += store.block.nbytes
+    try:
+        if sizes[True] and (tiers.disk is None or sizes[True] > tiers.disk.spare_bytes()):
+            return None
+        return None if sizes[False] > spare_bytes(tiers.host.ledger) else Shadow(stores, tiers)
+    except (BudgetError, MemoryError, RuntimeError, OSError):
+        return None
 
 
 def choose_shadowed(engine: Engine) -> set[int]:

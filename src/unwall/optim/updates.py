@@ -12,6 +12,7 @@ stay behind it: they were promised in order, and the memory it holds on to is th
 """
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ from unwall.native.pool import AdamWStep
 from unwall.optim.kernels import Span, adamw, finish_updates
 from unwall.tiers.meter import LinkMeter
 from unwall.tiers.ticket import Ticket
+
+_THREAD = "unwall update"
 
 
 class Factor:
@@ -86,11 +89,6 @@ class HostUpdate:
                     self._future = None
                 raise
 
-    def failure(self) -> BaseException | None:
-        """What went wrong in work that has ended, other than in an update before it."""
-        error = None if self._future is None else self._future.exception()
-        return None if isinstance(error, _BehindError) else error
-
     def run(self) -> None:
         self._work()
 
@@ -99,7 +97,7 @@ class _Queue:
     """The thread that updates. See [Note: order]."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="unwall update")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
         self._failed: dict[int, weakref.ref[HostUpdate]] = {}
 
     def submit(self, update: HostUpdate) -> "Future[None]":
@@ -120,6 +118,11 @@ class _Queue:
 
 
 _queues: dict[int, _Queue] = {}  # by process: a forked child needs its own
+
+
+def on_update_thread() -> bool:
+    """Whether the caller is the thread that updates, which must not wait for updates."""
+    return threading.current_thread().name.startswith(_THREAD)
 
 
 def _queue() -> _Queue:

@@ -3,7 +3,6 @@
 import itertools
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +33,16 @@ class OwnStates:
         return group.store(f"{name}#{self._number}", dtype)
 
     def free(self) -> None:
-        for group in self._groups:
-            with suppress(Exception):  # what failed was reported where it was waited for, and is not wanted any more
+        for group in list(self._groups):
+            try:
                 group.finish_update()
+            except Exception:  # reported where the group is used next; tried again there, for which the states are needed
+                discarded.append(self.free)
+                return
             for name in self.names:
                 if group.has_state(f"{name}#{self._number}"):
                     group.free_state(f"{name}#{self._number}")
-        self._groups.clear()
+            self._groups.discard(group)
 
 
 _count = itertools.count()

@@ -50,6 +50,8 @@ class Wrapped(ShardedOptimizer):
             raise ValueError(
                 f"wrap keeps its state in memory, but group {group.name} has states on disk: use unwall.AdamW or larger budgets"
             )
+        group.fixed = True
+        group.generation += 1
         flat = widen_master(group)[segment.shard_start : segment.shard_start + segment.numel]
         return nn.Parameter(flat, requires_grad=False)
 

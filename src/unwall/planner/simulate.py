@@ -304,11 +304,11 @@ class Simulation:
         if self.job.ranks == 1 and self.job.homes[index].tier == "device":
             self._finish_reduces()
 
-    def _finish_reduces(self, leave: int = 0) -> None:
+    def _finish_reduces(self, leave: int = 0, departed: bool = True) -> None:
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             group, size = self._groups[index], self.job.sizes[index]
-            if leave and group.landing is not None:
+            if departed and group.landing is not None:
                 self.clock.wait(group.landing)
             group.grad_flat, group.passes = False, group.passes + 1
             several, flat = self.job.ranks > 1, self._keeps_flat(index)
@@ -330,7 +330,7 @@ class Simulation:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        self._finish_reduces()
+        self._finish_reduces(departed=False)
         norm = measure_norm(self, [group.landing for group in self._groups]) if self.job.workload.clip else None
         for index, group in enumerate(self._groups):
             if self.job.sizes[index].trainable and index not in self._early:

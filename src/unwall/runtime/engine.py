@@ -36,8 +36,8 @@ discarded: "deque[Callable[[], None]]" = deque()
 
 
 def free_discarded() -> None:
-    """Frees it, where waiting and locking is allowed: on a thread that calls unwall."""
-    while discarded:
+    """Frees it, where waiting and locking is allowed: on a thread that calls unwall. What cannot be freed yet adds itself."""
+    for _ in range(len(discarded)):
         discarded.popleft()()
 
 
@@ -352,7 +352,7 @@ class Engine:
 
     def settle(self) -> None:
         """Gradients in flight have been reduced."""
-        self.executor.finish_reduces(notify=False)
+        self.executor.finish_reduces(notify=False, departed=False)
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""

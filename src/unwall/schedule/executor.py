@@ -160,17 +160,17 @@ class Executor:
         bits = pack_bits(sorted(gradient.pending), len(self.groups[index].params))
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
 
-    def finish_reduces(self, leave: int = 0, notify: bool = True) -> None:
+    def finish_reduces(self, leave: int = 0, notify: bool = True, departed: bool = True) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left.
 
-        When others follow, what leaves the device is waited for until it has left: otherwise the host, which runs ahead of the
+        ``departed``: what leaves the device is waited for until it has left. Otherwise the host, which runs ahead of the
         device, would have it hold the gradients of the whole model on their way."""
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
             if notify:
                 self.on_landed(index)
-            if leave:
+            if departed:
                 self.gradients[index].await_departure()
 
     def together(self, what: str) -> None:

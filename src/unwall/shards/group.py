@@ -76,6 +76,8 @@ class Group:
         self.staging = staging
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
+        self.fixed = False
+        """Someone keeps tensors of its states: their blocks must not be exchanged for others."""
         self._tiers = tiers
         self._ranks = ranks
         self._gathering: Work | None = None

@@ -74,14 +74,22 @@ class DiskTier:
             raise RuntimeError("this disk tier is closed")
         self.ledger.reserve(align_up(nbytes), label)
         try:
-            with self._lock:
-                self._grow(self._free.shortage(nbytes), label)
-                block = DiskBlock(self.ledger, nbytes, label, self._free.take(nbytes))
-                self._used_bytes = max(self._used_bytes, *(extent.end for extent in block.extents))
-                return block
+            try:
+                return self._take(nbytes, label)
+            except OSError as error:
+                if error.errno not in _FULL or not self.ledger.reclaim():
+                    raise
+                return self._take(nbytes, label)
         except BaseException:
             self.ledger.release(align_up(nbytes))
             raise
+
+    def _take(self, nbytes: int, label: str) -> DiskBlock:
+        with self._lock:
+            self._grow(self._free.shortage(nbytes), label)
+            block = DiskBlock(self.ledger, nbytes, label, self._free.take(nbytes))
+            self._used_bytes = max(self._used_bytes, *(extent.end for extent in block.extents))
+            return block
 
     def zeros(self, nbytes: int, label: str = "") -> DiskBlock:
         """A block that reads as zeros. Space that was never handed out does already; the rest is written."""

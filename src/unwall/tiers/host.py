@@ -3,7 +3,6 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from unwall.native.memory import HostMemory
 from unwall.native.pool import DType, WorkerPool
 from unwall.tiers.block import Block, MemoryBlock, check_size
-from unwall.tiers.ledger import BudgetError, Ledger, TierName
+from unwall.tiers.ledger import Ledger, TierName
 from unwall.tiers.sizes import format_bytes
 
 DTYPES = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
@@ -33,17 +32,10 @@ class HostTier:
         self.ledger = Ledger("host", budget_bytes)
         self.pool = pool
         """The workers that touch fresh memory; whoever works on host memory may use them, too."""
-        self.reclaimers: list[weakref.WeakMethod[Callable[[], None]]] = []
-        """Asked to give back what they can do without, before an allocation is refused."""
 
     def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> "HostBlock":
         check_size(nbytes, self.name)
-        try:
-            self.ledger.reserve(nbytes, label)
-        except BudgetError:
-            for reclaim in filter(None, (method() for method in self.reclaimers)):
-                reclaim()
-            self.ledger.reserve(nbytes, label)
+        self.ledger.reserve(nbytes, label)
         try:
             memory = HostMemory(nbytes, self.pool)
             buffer = memory.buffer()

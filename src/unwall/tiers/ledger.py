@@ -1,6 +1,8 @@
 """Counts the bytes a tier holds and refuses what would not fit."""
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Literal
 
 from unwall.tiers.sizes import format_bytes
@@ -31,6 +33,8 @@ class Ledger:
             raise ValueError(f"{tier}_bytes must not be negative, got {budget_bytes}")
         self.tier = tier
         self.budget_bytes = budget_bytes
+        self.reclaimers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        """Asked to give back what they can do without, before a request is refused."""
         self._lock = threading.Lock()
         self._live = 0
         self._peak = 0
@@ -50,6 +54,21 @@ class Ledger:
 
     def reserve(self, nbytes: int, label: str = "") -> None:
         """Counts ``nbytes`` as live, or raises BudgetError and counts nothing."""
+        try:
+            self._count(nbytes, label)
+        except BudgetError:
+            if not self.reclaim():
+                raise
+            self._count(nbytes, label)
+
+    def reclaim(self) -> bool:
+        """Asks for what others can do without. False: there is nobody to ask."""
+        asked = [call for call in (method() for method in self.reclaimers) if call is not None]
+        for call in asked:
+            call()
+        return bool(asked)
+
+    def _count(self, nbytes: int, label: str) -> None:
         with self._lock:
             if self.budget_bytes is not None and self._live + nbytes > self.budget_bytes:
                 raise BudgetError(self.tier, nbytes, self._live, self.budget_bytes, label)
