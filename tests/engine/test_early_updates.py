@@ -3,6 +3,7 @@
 import errno
 import gc
 import shutil
+import threading
 import time
 
 import pytest
@@ -178,6 +179,28 @@ def test_no_memory_for_shadows_means_no_speculation():
     needed = unwall.stats(model).tiers["host"].live_bytes
     stats = same(lambda model, optimizer: steps(model, optimizer, 6), {**HOST, "host_bytes": needed})
     assert stats.speculated.committed == 0
+
+
+def test_of_the_gradients_that_wait_the_newest_is_used_first(monkeypatch):
+    """It is the one that the next forward needs first."""
+    order, run = [], early.Speculation.run
+
+    def noted(speculation):
+        order.append(speculation.stores["param"].group)
+        run(speculation)
+
+    monkeypatch.setattr(early.Speculation, "run", noted)
+    model, optimizer = start(HOST)
+    steps(model, optimizer, 3)
+    order.clear()
+    go_on = threading.Event()
+    HostUpdate(lambda: go_on.wait(10), object())  # the update thread has other work
+    backward(model, 10)
+    time.sleep(0.05)  # they have landed
+    go_on.set()
+    let_it_run()
+    assert len(order) > 3
+    assert order == sorted(order)
 
 
 def on_disk(folder):

@@ -8,15 +8,21 @@ does between backward and ``step``, the result is that of a synchronous step. Sh
 without one are updated at ``step``. Where clipping was active lately, or gradients are added up over several backwards,
 nothing is speculated.
 
+[Note: newest first]
+Of the gradients that have landed, the newest is used first: it belongs to the front of the model, which the next forward needs
+first. Where the host updates more slowly than backward computes, what is left over at ``step`` are then groups that forward
+comes to last, and they are updated while it is on its way there.
+
 [Note: update in backward]
 With ``update_in_backward=True`` the user has promised that each backward is followed by a step with the numbers of now. Then
 the update runs in place and needs no shadow; breaking the promise is an error.
 """
 
 import enum
+import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unwall.native.library import DiskError
 from unwall.optim.disk_update import DiskUpdate, Parts
@@ -27,6 +33,7 @@ from unwall.optim.updates import Factor, HostUpdate, on_update_thread
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.store import Store
+from unwall.tiers.ticket import Ticket
 
 CLIP_MEMORY = 8
 """Steps without clipping after which speculation pays again."""
@@ -47,7 +54,7 @@ class Wanted(enum.Enum):
 
 
 class Progress(enum.Enum):
-    """How far a speculation is. Decided by the thread that updates."""
+    """How far a speculation is. Decided by the thread that updates, which begins only what is wanted."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -69,35 +76,59 @@ class Speculation:
     """Of the gradient."""
     generation: int
     """Of the group."""
+    landing: Ticket | None
+    compute: Callable[[], None] = lambda: None
     wanted: Wanted = Wanted.YES
     progress: Progress = Progress.QUEUED
-    update: HostUpdate | None = None
     commit: HostUpdate | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, compute: Callable[[], None]) -> None:
-        """On the thread that updates. A failure is no error yet: ``step`` will update in place."""
-        if self.wanted is not Wanted.YES:
-            return
-        self.progress = Progress.RUNNING
+    def begin(self) -> bool:
+        """On the thread that updates: whether to go on with ``run``."""
+        with self._lock:
+            if self.wanted is Wanted.YES and self.progress is Progress.QUEUED:
+                self.progress = Progress.RUNNING
+                return True
+            return False
+
+    def run(self) -> None:
+        """A failure is no error yet: ``step`` will update in place."""
         try:
-            compute()
+            self.compute()
             self.progress = Progress.FINISHED
         except Exception:
             self.progress = Progress.FAILED
+        self._ended.set()
+
+    def want(self, wanted: Wanted) -> None:
+        with self._lock:
+            self.wanted = wanted
+
+    @property
+    def landed(self) -> bool:
+        """The gradient is there."""
+        return self.landing is None or self.landing.done()
 
     @property
     def under_way(self) -> bool:
-        return self.update is not None and not self.update.done()
+        return self.wanted is not Wanted.NO and self.progress in (Progress.QUEUED, Progress.RUNNING)
 
     @property
     def settled(self) -> bool:
         """It will not touch its shadow any more."""
-        return self.progress is Progress.RESOLVED or (self.wanted is Wanted.NO and not self.under_way)
+        if self.progress is Progress.RESOLVED:
+            return True
+        return self.wanted is Wanted.NO and self.progress is not Progress.RUNNING
 
-    def wait(self) -> None:
-        ticket = self.commit or self.update
-        if ticket is not None:
-            ticket.wait()
+    def stop(self) -> None:
+        """Waits until it is settled, and gives up what will not be committed."""
+        if self.commit is not None:
+            self.commit.wait()
+            return
+        self.want(Wanted.NO)
+        if self.progress is Progress.RUNNING:
+            self._ended.wait()
 
 
 class EarlyUpdates:
@@ -109,6 +140,9 @@ class EarlyUpdates:
         """Groups that were updated in place since the last step, and with which numbers."""
         self.shadows = Shadows()
         self._speculations: dict[Key, Speculation] = {}
+        self._waiting: list[Speculation] = []
+        """Not begun, the newest last."""
+        self._lock = threading.Lock()  # of that list
         self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._quiet_steps = -1  # no step yet: a first step takes its memory before shadows do
         self._rest_steps = 0
@@ -136,25 +170,43 @@ class EarlyUpdates:
         """Starts the update of a group out of place, if there is a shadow for it."""
         key = (id(engine), group.index)
         if key in self._speculations:  # a backward was forgotten without this optimizer's zero_grad
-            self._speculations.pop(key).wanted = Wanted.NO
+            self._speculations.pop(key).want(Wanted.NO)
         shadow = self._shadow_for(engine, group, stores)
         if shadow is None:
             return
         gradient = engine.gradients[group.index]
-        speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation)
+        speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation, gradient.landing)
         try:
-            compute = (_through_disk if speculation.through_disk else _in_memory)(engine, group, speculation)
+            speculation.compute = (_through_disk if speculation.through_disk else _in_memory)(engine, group, speculation)
         except DiskError:  # of what is written back first; whoever looks at it next is told
             return
         shadow.lend(speculation)
-        speculation.update = HostUpdate(lambda: speculation.run(compute), engine.tiers.updates)
         self._speculations[key] = speculation
+        with self._lock:
+            self._waiting.append(speculation)
+        HostUpdate(self._run_next, engine.tiers.updates)
+
+    def _run_next(self) -> None:
+        """See [Note: newest first]. As often as there were speculations, each time the best of those that wait."""
+        found = self._next(remove=True)
+        if found is not None and found.begin():
+            found.run()
+
+    def _next(self, remove: bool = False) -> Speculation | None:
+        with self._lock:
+            self._waiting = [waiting for waiting in self._waiting if waiting.wanted is Wanted.YES]
+            landed = [waiting for waiting in self._waiting if waiting.landed]
+            found = landed[-1] if landed else next(iter(self._waiting), None)  # the oldest lands first
+            if found is not None and remove:
+                self._waiting.remove(found)
+            return found
 
     def forget(self) -> None:
         """The gradients are gone, and with them what was computed ahead."""
         for speculation in self._speculations.values():
-            speculation.wanted = Wanted.NO
+            speculation.want(Wanted.NO)
         self._speculations.clear()
+        self._next()  # keeps nothing that is not wanted
 
     def reclaim(self) -> None:
         """Host or disk are needed for something else: gives back the shadows, and makes none for a while. What was computed
@@ -181,20 +233,16 @@ class EarlyUpdates:
         if found is None:
             return None
         gradient = engine.gradients[group.index]
-        if self._better_in_order(found, gradient.landing is None or gradient.landing.done()):
-            found.wanted = Wanted.IF_BEGUN
+        # What has landed and was not begun goes in the order of the next forward; what is still on its way, as it arrives. One
+        # that is next does not wait for this step, which costs the others little.
+        if found.landed and found is not self._next():
+            found.want(Wanted.IF_BEGUN)
         del self._speculations[key]
         if found.runs == runs and (found.serial, found.generation) == (gradient.serial, group.generation):
             return found
-        found.wanted = Wanted.NO
+        found.want(Wanted.NO)
         engine.speculation.missed += 1
         return None
-
-    def _better_in_order(self, found: Speculation, landed: bool) -> bool:
-        """Where gradients are there and their updates have not begun, updates are what is slow: the order of the next forward
-        serves it best. Where they are still on their way, or one is next, the order of arrival does."""
-        queued = (other for other in self._speculations.values() if other.progress is Progress.QUEUED)
-        return landed and found is not next(queued, None)
 
     def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
         if engine not in self._seen:

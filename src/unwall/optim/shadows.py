@@ -34,8 +34,8 @@ class User(Protocol):
         """It will not touch the shadow any more."""
         ...
 
-    def wait(self) -> None:
-        """Waits for what it has under way."""
+    def stop(self) -> None:
+        """Waits until it is settled, and gives up what will not be committed."""
         ...
 
 
@@ -67,12 +67,12 @@ class Shadow:
         user = None if self._user is None else self._user()
         return user is None or user.settled
 
-    def wait(self) -> None:
+    def stop_user(self) -> None:
         """Waits for what its user has under way. How that ended is known to those who asked for it."""
         user = None if self._user is None else self._user()
         if user is not None and not user.settled:
             with suppress(Exception):
-                user.wait()
+                user.stop()
 
     def fits(self, stores: dict[str, Store]) -> bool:
         """Whether these states can be swapped with what is here."""
@@ -138,7 +138,7 @@ class Shadows:
         """Gives back all that can be. ``wait``: also those that are in use now, when that has ended."""
         for shadow in list(self._all()):
             if wait:
-                shadow.wait()
+                shadow.stop_user()
             if shadow.idle:
                 shadow.free()
         for group in [group for group, shadow in self._of_groups.items() if not shadow.blocks]:
@@ -149,7 +149,7 @@ class Shadows:
     def free(self) -> None:
         """Gives all of them back, when what uses them has ended."""
         for shadow in self._all():
-            shadow.wait()
+            shadow.stop_user()
             shadow.free()
         self._of_groups.clear()
         self._on_disk.clear()
