@@ -21,18 +21,20 @@ ALONE_S = 1.5
 """What a slowed part should take for a step, about: long against everything else (0.03 to 0.1 s)."""
 LIMIT = 1.15
 LOOSER = {
-    "all on disk, slow reads and writes": 1.5,
-    "optimizer on disk, slow writes and link": 1.5,
-    "all on host, slow link and update": 1.3,
+    "all on disk, slow reads and writes": 1.3,
+    "optimizer on disk, slow writes and link": 1.3,
+    "all on host, slow link and update": 1.25,
+    "all on host, slow link back and update": 1.2,
 }
-"""Where 1.15 is not reached; the sum would be 2. Disk: a group's update ends before the next one's begins, and its parameters
-are fetched only when all of its states are written. Host: the last of ten updates has no forward beside it (0.1)."""
+"""Where 1.15 is not reached, or barely; the sum would be 2. Measured 1.22, 1.22, 1.19 and 1.13. Disk: a group's update ends
+before the next one's begins, and its parameters are fetched only when all of its states are written. Host: the last gradients
+land when backward has ended, and forward begins with their groups."""
 LAYERS, WIDTH = 24, 192
 """Each layer is a group without padding."""
-STEPS, WARM_UP = 3, 10
+STEPS, WARM_UP = 2, 10
 """Steps before anything is slowed down: the engine knows the order of groups, and that clipping is not active."""
-PAIR_ALONE_S, PAIR_STEPS = 0.5, 10
-"""The same for two slow parts. The last update has no forward beside it, so few steps would show that and nothing else."""
+PAIR_ALONE_S, PAIR_STEPS = 0.5, 6
+"""The same for two slow parts."""
 UPDATE_TRAFFIC = 26
 """Bytes an updated parameter moves: a split master and two moments in and out (2 x 12), and a gradient (2)."""
 
@@ -43,7 +45,7 @@ class Part:
 
     throttle: Callable[[float], None]
     moved_bytes: Callable[[], int]
-    """Since the last ``unwall.stats(model).reset()`` and ``disk_bytes.clear()``."""
+    """So far: counted when it is asked for, not when it has moved."""
 
 
 def count_disk_bytes(disk):
@@ -70,7 +72,7 @@ def parts_of(model, disk_bytes, steps_done):
         # a copy reads each byte and writes it
         return Part(
             tiers.links.pool(source, target).throttle,
-            lambda: 2 * unwall.stats(model).links[f"{source}>{target}"].moved_bytes,
+            lambda: 2 * tiers.links.meters[source, target].read().moved_bytes,
         )
 
     def disk(op):
@@ -96,35 +98,31 @@ def measure(placement, slowed, clip, folder):
     disk_bytes = count_disk_bytes(disk) if disk is not None else Counter()
     done = 0
 
-    def run(steps):
+    def run(steps, wait=True):
         nonlocal done
         for _ in range(steps):
             model(inputs).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             done += 1
-        unwall.stats(model)
-
-    def start_counting():
-        nonlocal done
-        unwall.stats(model).reset()
-        disk_bytes.clear()
-        done = 0
+        if wait:
+            unwall.stats(model)
 
     alone_s, steps = (ALONE_S, STEPS) if len(slowed) == 1 else (PAIR_ALONE_S, PAIR_STEPS)
     run(WARM_UP)
     parts = parts_of(model, disk_bytes, lambda: done)
-    start_counting()
+    before = {name: parts[name].moved_bytes() for name in slowed}
     run(steps)
-    rates = {name: parts[name].moved_bytes() / steps / alone_s for name in slowed}
+    rates = {name: (parts[name].moved_bytes() - before[name]) / steps / alone_s for name in slowed}
     try:
         for name, rate in rates.items():
             parts[name].throttle(rate)
-        start_counting()
+        run(1, wait=False)  # its update is under way when the clock starts, as the last one's is when it stops
+        before = {name: parts[name].moved_bytes() for name in rates}
         began = time.perf_counter()
-        run(steps)
+        run(steps, wait=False)
         taken = (time.perf_counter() - began) / steps
-        alone = {name: parts[name].moved_bytes() / rate / steps for name, rate in rates.items()}
+        alone = {name: (parts[name].moved_bytes() - before[name]) / rate / steps for name, rate in rates.items()}
     finally:
         for name in rates:
             parts[name].throttle(0)
