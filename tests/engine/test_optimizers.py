@@ -1,6 +1,7 @@
 """Optimizers: param groups, schedulers, any element-wise optimizer, clipping, resuming."""
 
 import functools
+import gc
 import io
 
 import pytest
@@ -23,6 +24,7 @@ from reference import (
     unwall_adamw,
     whole_state,
 )
+from torch import nn
 
 import unwall
 from unwall.plan import Plan
@@ -308,3 +310,16 @@ def two_plain_optimizers(model):
 
 def test_two_optimizers_on_one_model():
     assert_close(train_with_two(two_plain_optimizers), train_with_two(two_optimizers))
+
+
+def test_optimizers_that_are_gone_leave_nothing_with_the_model():
+    model = nn.Sequential(nn.Linear(16, 16))
+    unwall.shard(model, Plan(params="host", optimizer="host"))
+    for _ in range(5):
+        optimizer = unwall.AdamW(model.parameters(), update_in_backward=True)
+        del optimizer
+        gc.collect()
+    kept = unwall.AdamW(model.parameters())
+    engine = unwall.api.engine(model)
+    assert (len(engine.listeners), len(engine.guards)) == (1, 0)
+    assert kept.param_groups

@@ -60,9 +60,7 @@ class AdamW(ShardedOptimizer):
             if param.requires_grad:
                 self._make_states(self.place(param)[1])
         for engine in self.engines():
-            engine.listeners.append(weakref.WeakMethod(self._landed))
-            if update_in_backward:
-                engine.guards.append(weakref.WeakMethod(self._refuse_second_backward))
+            engine.listen(self._landed, self._refuse_second_backward if update_in_backward else None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters."""

@@ -93,6 +93,13 @@ class Engine:
         self.executor.on_landed = self._landed
         self.on_gradient: Callable[[torch.Tensor], None] = lambda _: None
 
+    def listen(self, landed: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
+        """Tells an optimizer of gradients for as long as it lives."""
+        for methods, method in ((self.listeners, landed), (self.guards, guard)):
+            methods[:] = [known for known in methods if known() is not None]
+            if method is not None:
+                methods.append(weakref.WeakMethod(method))
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:

@@ -63,10 +63,12 @@ class Ledger:
 
     def reclaim(self) -> bool:
         """Asks for what others can do without. False: there is nobody to ask."""
-        asked = [call for call in (method() for method in self.reclaimers) if call is not None]
-        for call in asked:
-            call()
-        return bool(asked)
+        self.reclaimers = [method for method in self.reclaimers if method() is not None]
+        for method in self.reclaimers:
+            call = method()
+            if call is not None:
+                call()
+        return bool(self.reclaimers)
 
     def _count(self, nbytes: int, label: str) -> None:
         with self._lock:
