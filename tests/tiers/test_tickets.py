@@ -1,6 +1,7 @@
 """Handles of work in flight: every wait gives the same outcome."""
 
 import errno
+import threading
 import time
 from concurrent.futures import Future
 
@@ -9,7 +10,7 @@ import torch
 
 from unwall.native.ticket import Signal
 from unwall.tiers.meter import LinkMeter
-from unwall.tiers.ticket import EventTicket, Finished, FutureTicket, Joined, Metered
+from unwall.tiers.ticket import EventTicket, Finished, FutureTicket, Joined, Metered, hold_back
 
 
 class Work:
@@ -111,6 +112,15 @@ def test_metered_counts_only_a_wait_that_blocks():
     signal.set()
     ticket.wait()
     assert meter.read() == before
+
+
+@pytest.mark.parametrize(("device", "stalled"), [("cpu", True), ("cuda", False)])
+def test_holding_back_is_a_stall_only_where_the_thread_computes(device, stalled):
+    meter, signal = LinkMeter("device>host"), Signal()
+    threading.Timer(0.05, signal.set).start()
+    hold_back(Metered(signal, meter, "w"), torch.device(device))
+    assert signal.done()
+    assert (meter.read().stalls.get("w", 0.0) > 0.02) == stalled
 
 
 @pytest.mark.gpu

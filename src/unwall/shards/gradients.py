@@ -15,7 +15,7 @@ from unwall.shards.store import Store
 from unwall.tiers.block import DiskBlock, MemoryBlock
 from unwall.tiers.disk import named
 from unwall.tiers.host import DTYPES
-from unwall.tiers.ticket import Ticket
+from unwall.tiers.ticket import Ticket, hold_back
 from unwall.tiers.tiers import Tiers
 
 
@@ -376,7 +376,7 @@ class Gradient:
     def await_departure(self) -> None:
         """Waits until the gradient has left the device, and its memory there is free."""
         if self._landing is not None:
-            self._landing.wait()
+            hold_back(self._landing, self._device.device)
 
     def await_landing(self) -> None:
         if self._landing is not None:

@@ -136,6 +136,13 @@ class Metered:
             self.inner.wait(timeout)
 
 
+def hold_back(ticket: Ticket, device: torch.device) -> None:
+    """Waits for ``ticket``'s work, so that this thread does not run too far ahead of the device. A stall it is only where this
+    thread is what computes: an accelerator goes on with what was queued on it."""
+    inner = ticket.inner if isinstance(ticket, Metered) and device.type != "cpu" else ticket
+    inner.wait()
+
+
 def order_after(ticket: Ticket, device: torch.device) -> None:
     """What is queued on the device's current stream from now on runs after ``ticket``'s work. Blocks only where the work is not
     on a stream."""
