@@ -96,7 +96,7 @@ def test_every_placement_gives_the_same_bits(frozen, dtype, tmp_path):
     assert compare(3, dtype, frozen, [(None, 1), (0.5, 3)], str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(("stage", "frozen"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("stage", "frozen"), [(2, True), (3, False)])
 def test_every_placement_gives_the_same_bits_on_two_ranks(ranks, stage, frozen, tmp_path):
     assert ranks(2).run(compare, stage, torch.bfloat16, frozen, [(None, 1), (0.5, 3)], str(tmp_path)) == [[], []]
 
