@@ -24,7 +24,7 @@ reached in the same run), *host update* ({UPDATE_BYTES} bytes a parameter at the
 ({FETCH_BYTES} bytes a parameter to the device, {DRAIN_BYTES} back, both ways at once) and *disk* (what of {STATE_BYTES} bytes a
 parameter did not fit into the host and device memory the engine used, read once and written once a step, at once). Host update
 and link count where the optimizer's state is on the host or the disk; `auto` is held against compute alone. Without a resident
-engine in the run compute is left out. Runs before 2026-11-15's last took the host's bandwidth from torch's copy and addition
+engine in the run compute is left out. Results up to commit 92ec309 took the host's bandwidth from torch's copy and addition
 alone, which our update exceeds: there percentages of *host update* can be above 100."""
 
 

@@ -59,6 +59,13 @@ def let_it_run():
     HostUpdate(lambda: None, object()).wait()
 
 
+def wait_until(happened):
+    end = time.monotonic() + 10
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def outcome(model, optimizer):
     states = optimizer.state_dict()["state"]
     moments = {f"{number}.{name}": value for number, entry in states.items() for name, value in entry.items()}
@@ -196,7 +203,7 @@ def test_of_the_gradients_that_wait_the_newest_is_used_first(monkeypatch):
     go_on = threading.Event()
     HostUpdate(lambda: go_on.wait(10), object())  # the update thread has other work
     backward(model, 10)
-    time.sleep(0.05)  # they have landed
+    wait_until(lambda: all(found.landed for found in optimizer._early._speculations.values()))
     go_on.set()
     let_it_run()
     assert len(order) > 3
@@ -262,7 +269,8 @@ def test_an_update_through_the_disk_stops_when_it_is_not_wanted_any_more(tmp_pat
         written.append(unwall.stats(model).links["host>disk"].moved_bytes)
     engine.throttle("read", 1e6)  # a group takes half a second
     model(torch.randn(4, 256)).square().mean().backward()
-    time.sleep(0.05)  # the update of the first one has begun
+    wait_until(lambda: any(found.progress is early.Progress.RUNNING for found in optimizer._early._speculations.values()))
+    time.sleep(0.05)  # and has submitted what it has slots for
     optimizer.zero_grad()
     engine.throttle("read", 0)
     let_it_run()
@@ -366,6 +374,20 @@ def test_shadows_that_are_being_committed_are_waited_for_when_the_host_needs_roo
         needed.append(unwall.stats(model).tiers["host"].peak_bytes)
         committed = unwall.stats(model).speculated.committed
     assert committed > 0
+
+
+def test_the_update_thread_does_not_wait_for_itself_when_it_is_the_one_that_needs_room():
+    model, optimizer = start(HOST)
+    steps(model, optimizer, 3)
+    backward(model, 10)
+    let_it_run()
+    go_on = threading.Event()
+    HostUpdate(lambda: go_on.wait(10), object())
+    reclaiming = HostUpdate(optimizer._early.reclaim, object())
+    optimizer.step()  # its commits come after that
+    go_on.set()
+    reclaiming.wait(10)
+    assert unwall.stats(model).speculated.committed > 0
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

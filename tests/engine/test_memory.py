@@ -240,4 +240,4 @@ def test_gradients_on_their_way_to_the_host_do_not_pile_up(monkeypatch):
         link.throttle(0)
         optimizer.step()
         optimizer.zero_grad()
-    assert most[0] == 2
+    assert 1 <= most[0] <= 2  # one, where the machine computes more slowly than that link moves

@@ -1,6 +1,7 @@
 """A drive that is full, on a real small file system."""
 
 import errno
+import weakref
 
 import pytest
 from tier_tools import MIB, Tiers, pattern, tmpfs
@@ -49,4 +50,34 @@ def test_a_drive_without_room_for_a_file(tmp_path):
         tier = DiskTier([directory], engine=engine)
         with pytest.raises(OSError, match=f"more on disk in {directory}"):
             tier.allocate(1)
+        tier.close()
+
+
+class Spare:
+    """Holds a block that it can do without."""
+
+    def __init__(self, tier, nbytes):
+        self.tier, self.block = tier, tier.allocate(nbytes)
+
+    def give_back(self):
+        if self.block is not None:
+            self.tier.free(self.block)
+            self.block = None
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_full_drive_gets_back_what_others_can_do_without(tmp_path, asked):
+    with tmpfs(tmp_path / "small", 10 * MIB) as directory, DiskEngine(threads=1) as engine:
+        tier = DiskTier([directory], engine=engine, growth_bytes=MIB)
+        spare = Spare(tier, 6 * MIB)
+        if not asked:
+            with pytest.raises(OSError, match="cannot reserve"):
+                tier.allocate(6 * MIB)
+            tier.close()
+            return
+        tier.ledger.reclaimers.append(weakref.WeakMethod(spare.give_back))
+        assert tier.allocate(6 * MIB).nbytes == tier.ledger.live_bytes == 6 * MIB
+        with pytest.raises(OSError, match="cannot reserve"):
+            tier.allocate(6 * MIB)  # there is nothing left to give back
+        assert tier.ledger.live_bytes == 6 * MIB
         tier.close()

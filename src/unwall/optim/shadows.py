@@ -111,10 +111,6 @@ class Shadows:
         if engine not in self._chosen:
             self._chosen[engine] = choose_shadowed(engine)
         found = self._of_groups.get(group)
-        if found is not None and found.idle and not found.fits(stores):
-            del self._of_groups[group]
-            found.free()
-            found = None
         if found is None and group.index in self._chosen[engine]:
             found = _shadow(stores, engine.tiers)
             if found is None:  # someone else took the memory, or it cannot be page-locked

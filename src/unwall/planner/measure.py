@@ -19,6 +19,7 @@ ROUNDS = 7
 LIMIT_S = 0.3
 """For all rounds of one measurement."""
 HEAT_S = 1.5
+"""How long an accelerator is kept busy before it is timed."""
 COPY_BYTES = 128 << 20
 UPDATE_NUMEL = 6 << 20
 """Parameters a thread: 14 bytes each, far more than its share of the caches."""
