@@ -63,21 +63,38 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each of our engines against the peers that keep the optimizer's state on the same tier and were given the same work."""
-    found = []
-    finished = [row for row in rows if row["status"] == "ok"]
-    for ours in finished:
-        work = [ours[key] for key in ("shape", "batch", "seq", "world", "tier")]
-        peers = [
-            row
-            for row in finished
-            if not row["engine"].startswith("unwall")
-            and [row[key] for key in ("shape", "batch", "seq", "world", "tier")] == work
-        ]
-        if peers and ours["engine"].startswith("unwall"):
-            said = ", ".join(f"{peer['step_s'] / ours['step_s']:.2f} times {peer['engine']}" for peer in peers)
-            found.append(f"{ours['shape']}: the speed of {ours['engine']} is {said}.")
-    return found
+    """Each of our engines against its peers, a sentence each."""
+    compared = [(ours, against(ours, rows)) for ours in _ours(rows)]
+    return [f"{ours['shape']}: the speed of {ours['engine']} is {', '.join(said)}." for ours, said in compared if said]
+
+
+def against(ours: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One of our engines against the peers that keep the optimizer's state on the same tier and were given the same work."""
+    return [
+        f"{peer['step_s'] / ours['step_s']:.2f} times {peer['engine']}"
+        for peer in rows
+        if peer["status"] == "ok" and not _is_ours(peer) and _work(peer) == _work(ours) and peer["tier"] == ours["tier"]
+    ]
+
+
+def of_resident(ours: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Its speed in percent of our own with everything on the device, where the run has that."""
+    resident = [row for row in _ours(rows) if row["tier"] == "device" and _work(row) == _work(ours)]
+    if ours["tier"] == "device" or not resident:
+        return ""
+    return f"{100 * min(row['step_s'] for row in resident) / ours['step_s']:.1f}"
+
+
+def _ours(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if row["status"] == "ok" and _is_ours(row)]
+
+
+def _is_ours(row: Mapping[str, Any]) -> bool:
+    return bool(row["engine"].startswith("unwall"))
+
+
+def _work(row: Mapping[str, Any]) -> list[Any]:
+    return [row[key] for key in ("shape", "batch", "seq", "world")]
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -118,6 +135,19 @@ def section(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def overview(results: Sequence[Mapping[str, Any]]) -> str:
+    """Our rows of every run, together, with what each is to be held against."""
+    columns = ("run", "engine", "s/step", "tokens/s", "host GiB", "speed against peers in the same run", "% of our resident")
+    lines = ["## Overview", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for result in results:
+        rows = result["rows"]
+        for row in _ours(rows):
+            shown = dict(zip(COLUMNS, cells(row), strict=True))
+            found = [result["title"], *(shown[name] for name in ("engine", "s/step", "tokens/s", "host GiB"))]
+            lines.append("| " + " | ".join([*found, ", ".join(against(row, rows)), of_resident(row, rows)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def page(results: Sequence[Mapping[str, Any]], picture: str) -> str:
     """The whole page."""
     head = [
@@ -137,7 +167,7 @@ def page(results: Sequence[Mapping[str, Any]], picture: str) -> str:
         f"![tokens a second of each engine]({picture})",
         "",
     ]
-    return "\n".join(head) + "\n" + "\n".join(section(result) for result in results)
+    return "\n".join(head) + "\n" + "\n".join([overview(results), *(section(result) for result in results)])
 
 
 def write(path: Path, results: Sequence[Mapping[str, Any]]) -> None:

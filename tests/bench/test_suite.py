@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,8 +131,11 @@ def test_reports_merge_into_one_page(four_engines, tmp_path):
     page = tmp_path / "docs" / "page.md"
     run_suite("--report", path, tmp_path / "other.json", "--docs", page, out=tmp_path / "out")
     text = page.read_text()
-    assert text.count("\n## ") == 2
+    assert text.count("\n## ") == 3
     assert "## another machine" in text
+    overview = text[text.index("## Overview") : text.index("Machine:")]
+    assert re.search(r"\| another machine \| unwall \|.* times plain.*\|  \|\n", overview)
+    assert re.search(r"\| another machine \| unwall-host.*\| \d+\.\d \|\n", overview)
     assert "](page.svg)" in text
     assert "another machine" in page.with_suffix(".svg").read_text()
 
