@@ -23,6 +23,7 @@ from unwall.plan import Plan
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame
 from unwall.runtime.outputs import tensors_in
+from unwall.runtime.saved import SavedTensors
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradients import Gradient
@@ -78,9 +79,7 @@ class Engine:
         self._backward_pins: set[int] = set()
         self._tasks: set[int] = set()
         self._hooked: set[int] = set()
-        self._flats = {group.flat.untyped_storage()._cdata: group.index for group in groups if group.evictable}
-        self._streams = bool(self._flats)
-        self._watching = False
+        self._saved = SavedTensors(groups, self._unpacking)
         self.loss_scale = 1.0
         """What the loss of the gradients held now was multiplied with."""
         self.speculation = Speculated()
@@ -106,7 +105,7 @@ class Engine:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
         if not self._frames and torch._C._current_graph_task_id() == -1:
             self._begin_pass()
-            self._watch_saved_tensors()  # not in a recomputation: its saved tensors are the checkpoint's
+            self._saved.watch()  # not in a recomputation: its saved tensors are the checkpoint's
         frame = Frame(module)
         self._frames.append(frame)
         for index in groups:
@@ -146,7 +145,7 @@ class Engine:
             for index in frame.groups:
                 self.executor.release(index)
             if not self._frames:
-                self._unwatch_saved_tensors()
+                self._saved.unwatch()
             if frame.module is module:
                 break
         if not self._frames and not torch.is_grad_enabled():
@@ -156,10 +155,10 @@ class Engine:
 
     def _hand_up(self, frame: Frame, output: Any) -> None:
         """A call may return a view of a parameter: then whoever called it reads the group, too."""
-        if not self._streams or not frame.groups or output is None:
+        if not self._saved.streams or not frame.groups or output is None:
             return
         for tensor in tensors_in(output):
-            index = self._flats.get(tensor.untyped_storage()._cdata)
+            index = self._saved.group_of(tensor)
             if index is None:
                 continue
             if not self._frames:
@@ -167,43 +166,12 @@ class Engine:
             elif index not in self._frames[-1].groups:
                 self._read(self._frames[-1], index)
 
-    # [Note: saved tensors]
-    # Hooks on outputs fetch a group before its backward. Some reads come another way: a detached weight, a graph that is
-    # differentiated twice, a tensor kept aside on the module. What autograd saved of a flat buffer is therefore unpacked
-    # through the engine, which makes the group resident first. Only where groups come and go at all. Autograd does not compare
-    # versions of what goes through hooks, so that is done here: a tensor that was changed since it was saved is an error.
-
-    def _watch_saved_tensors(self) -> None:
-        if self._streams:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-            self._watching = True
-
-    def _unwatch_saved_tensors(self) -> None:
-        if self._watching:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._watching = False
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        index = self._flats.get(tensor.untyped_storage()._cdata)
-        # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
-        return index, tensor.detach(), None if tensor.is_inference() else tensor._version
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        index, tensor, version = packed
-        assert isinstance(tensor, torch.Tensor)
-        if version is not None and tensor._version != version:
-            what = "a tensor" if index is None else f"a parameter of group {self.groups[index].name}"
-            raise RuntimeError(
-                f"backward needs {what} as it was in forward, but it has been modified since by an inplace operation, or by an "
-                "optimizer's step: run forward again"
-            )
-        if index is None:
-            return tensor
+    def _unpacking(self, index: int) -> None:
+        """Backward is about to read a group that no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
         if self.groups[index].residence is not Residence.RESIDENT or not self.executor.is_pinned(index):
             self._pin_for_backward(index)
             if torch._C._current_graph_task_id() != -1:
                 self._note_task()
-        return tensor
 
     def _begin_pass(self) -> None:
         if self._tasks:  # the last backward ended with an exception

@@ -11,10 +11,10 @@ import torch
 from unwall.native.library import DiskError
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.group import Group
+from unwall.shards.landing import LandingPlace, square_sum
 from unwall.shards.store import Store
-from unwall.tiers.block import DiskBlock, MemoryBlock
+from unwall.tiers.block import MemoryBlock
 from unwall.tiers.disk import named
-from unwall.tiers.host import DTYPES
 from unwall.tiers.ticket import Ticket, hold_back
 from unwall.tiers.tiers import Tiers
 
@@ -59,10 +59,8 @@ class Gradient:
         self._sent: MemoryBlock | None = None
         self._work: Work | None = None
         self._leaves = group.home.tier == "host"
-        self._to_disk = group.home.grads == "disk"
-        self._stores: dict[torch.dtype, Store] = {}  # disk: kept, because an update reads them after `clear`
+        self._place = LandingPlace(group, tiers, dtype)
         self._lost: Exception | None = None
-        self._landing_block: MemoryBlock | None = None  # host memory that gradients are copied to, kept for the next pass
         self._landing: Ticket | None = None
         self._leaving: MemoryBlock | None = None  # what the landing copies from
 
@@ -215,7 +213,7 @@ class Gradient:
         self.present.clear()
         self.passes = 0
         self.value = self.stored = self.square_sum = self._landing = self._lost = None
-        if self._value_block is not None and self._value_block is not self._landing_block:
+        if self._value_block is not None and not self._place.is_memory(self._value_block):
             self._tiers.free(self._value_block)
         self._value_block = None
         if self._flat_block is not None:
@@ -274,76 +272,31 @@ class Gradient:
             return  # adds up when it is finished
         if self.value is not None:
             self._widen()  # what landed before must not be overwritten
-        if self._to_disk:
+        if self._place.on_disk:
             self.group.staging.close()
         arriving = self._incoming.view(self.dtype)
-        if arriving.is_cuda or self._to_disk:
-            self.square_sum = self._square(arriving) if self.value is None else None
-        target = self._store_for(self.dtype).block if self._to_disk else self._landing_memory()
+        if arriving.is_cuda or self._place.on_disk:
+            self.square_sum = square_sum(arriving, self.group, self._ranks) if self.value is None else None
+        target = self._place.store().block if self._place.on_disk else self._place.memory()
         self._landing = self._tiers.links.copy(self._incoming, target, self.group.name)
         self._leaving = self._incoming
 
-    def _landing_memory(self) -> MemoryBlock:
-        if self._landing_block is None:
-            label = f"gradient shard of {self.group.name}"
-            self._landing_block = self._tiers.memory("host", self.group.own_numel, self.dtype, label, pinned=True)
-        return self._landing_block
-
     def _finish_landing(self, incoming: MemoryBlock) -> None:
-        if self._to_disk:
-            if self.stored is None:
+        if self._place.on_disk:
+            before, self.stored = self.stored, None
+            if before is None:
                 self.await_landing()  # a copy to disk reads its source to the end
-                self.stored = self._store_for(self.dtype)
+                self.stored = self._place.store()
             else:
-                self._add_on_disk(incoming.view(self.dtype))
+                self.stored, self.square_sum = self._place.add(before, incoming.view(self.dtype), self._ranks)
             return
         assert self._landing is not None
-        landed = self._landing_memory().view(self.dtype)
+        landed = self._place.memory()
         if self.value is None:
-            self._value_block, self.value = self._landing_block, landed
+            self._value_block, self.value = landed, landed.view(self.dtype)
         else:
             self.await_landing()
-            self.value.add_(landed)
-
-    def _add_on_disk(self, incoming: torch.Tensor) -> None:
-        assert self.stored is not None
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        before = self.stored.tensor(write=False).to(dtype, copy=True)
-        self.group.staging.close()
-        if dtype not in self._stores:  # grows into a place of twice the size, of which a first pass later uses the head
-            self.stored = None
-            self._stores.pop(self.dtype).free()
-        total = self._store_for(dtype).tensor()
-        torch.add(before, incoming.to(total.device), out=total)
-        self.square_sum = self._square(total)
-        self.stored = self._store_for(dtype)
-        self.group.staging.close()
-
-    def _store_for(self, dtype: torch.dtype) -> Store:
-        if dtype not in self._stores:
-            group, label = self.group, f"gradient of group {self.group.name}"
-            wider = next(iter(self._stores.values()), None)
-            head = None
-            if wider is not None:
-                assert isinstance(wider.block, DiskBlock)
-                head = wider.block.head(group.own_numel * dtype.itemsize)
-            self._stores[dtype] = Store(
-                self._tiers, group.staging, "disk", group.own_numel, dtype, label, group.index, block=head
-            )
-        return self._stores[dtype]
-
-    def _square(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Sum of squares of the part that this rank alone counts. None where no kernel measures it."""
-        layout = self.group.layout
-        part = own.narrow(0, self._ranks.rank * layout.shard_numel - self.group.own_start, layout.shard_numel)
-        if part.is_cuda:
-            norm: torch.Tensor = torch.linalg.vector_norm(part, dtype=torch.float32).double()
-            return norm.square()
-        if part.dtype not in DTYPES:
-            return None
-        ticket, result = self.group.pool.sum_squares(part.data_ptr(), part.numel(), DTYPES[part.dtype], keep=(part,))
-        ticket.wait()
-        return torch.tensor(result.sum, dtype=torch.float64)
+            self.value.add_(landed.view(self.dtype))
 
     def read(self) -> torch.Tensor:
         """The reduced gradient as a tensor, wherever it is. Not to be changed."""
@@ -388,7 +341,7 @@ class Gradient:
         assert self.value is not None
         self.await_landing()
         self.square_sum = None
-        kept = self._value_block is not None and self._value_block is not self._landing_block
+        kept = self._value_block is not None and not self._place.is_memory(self._value_block)
         if kept and self.value.dtype in (torch.float32, torch.float64):
             return
         dtype = torch.promote_types(self.value.dtype, torch.float32)
