@@ -1,7 +1,11 @@
-"""What the tests of the kernels share."""
+"""What the tests of the native core share."""
+
+import ctypes
+import gc
 
 import pytest
 
+from unwall.native.library import function
 from unwall.native.pool import WorkerPool, isa, select_isa
 
 
@@ -18,6 +22,23 @@ def _available():
 
 
 ISAS = _available()
+
+
+@pytest.fixture(scope="module")
+def garbage_collected():
+    gc.collect()
+
+
+@pytest.fixture
+def no_ticket_left(garbage_collected):
+    """Garbage is collected only where tickets seem to be left (an exception and the frames it went through hold each other):
+    in a process that has run all the tests before, that takes long."""
+    count = function("uw_ticket_count", ctypes.c_int64)
+    before = count()
+    yield
+    if count() != before:
+        gc.collect()
+    assert count() == before, "a test left tickets behind"
 
 
 @pytest.fixture

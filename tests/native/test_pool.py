@@ -1,7 +1,6 @@
 """How the worker pool runs jobs: order, failure, closing, threads."""
 
 import ctypes
-import gc
 import os
 import signal
 import threading
@@ -16,24 +15,13 @@ from unwall.native.pool import AdamWStep, DType, WorkerPool, isa, select_isa
 from unwall.native.ticket import NativeTicket, Signal
 
 CHUNK = 1 << 16
+pytestmark = pytest.mark.usefixtures("no_ticket_left")
 
 
 @pytest.fixture
 def pool():
     with WorkerPool(2) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _no_ticket_is_left():
-    before = ticket_count()
-    yield
-    gc.collect()  # an exception and the frames it went through hold each other
-    assert ticket_count() == before
-
-
-def ticket_count():
-    return function("uw_ticket_count", ctypes.c_int64)()
 
 
 def add(pool, total, values, after=()):
