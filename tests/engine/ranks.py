@@ -145,6 +145,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection)
             timeout=timedelta(seconds=RUN_LIMIT_S),
         )
         pipe.send_bytes(pickle.dumps((True, None)))
+        gc.freeze()  # what is imported by now is not looked through after each request
         while True:
             try:
                 message = pipe.recv_bytes()
