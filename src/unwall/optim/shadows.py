@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from unwall.runtime.engine import Engine
+from unwall.runtime.engine import Engine, discarded
 from unwall.shards.group import Group
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, MemoryBlock
@@ -143,12 +143,10 @@ class Shadows:
             pool[:] = [shadow for shadow in pool if shadow.blocks]
 
     def free(self) -> None:
-        """Gives all of them back, when what uses them has ended."""
-        for shadow in self._all():
-            shadow.stop_user()
-            shadow.free()
-        self._of_groups.clear()
-        self._on_disk.clear()
+        """The optimizer is gone: gives all of them back. One whose commit waits behind a failed update goes later."""
+        self.reclaim(wait=True)
+        if any(self._all()):
+            discarded.append(self.free)
 
     def _all(self) -> Iterator[Shadow]:
         yield from self._of_groups.values()

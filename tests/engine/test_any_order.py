@@ -1,0 +1,131 @@
+"""Training in random orders of backward, step, zero_grad, looks, loads, new numbers, new optimizers and faults of the disk:
+wherever the states live, the bits are those of everything on the device, where nothing runs ahead and nothing comes and goes.
+"""
+
+import errno
+import gc
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from offload import DEVICE, DISK, HOST, Setup, backward, differing, mixed_plan, outcome, over_budget, start
+
+import unwall
+from unwall.optim import early
+from unwall.optim.updates import HostUpdate
+
+PLACEMENTS = {
+    "host": HOST,
+    "disk": DISK,
+    "parameters on the device": {"params": "device", "optimizer": "host"},
+    "optimizer on disk": {"params": "host", "optimizer": "disk"},
+    "gradients on disk": {**HOST, "grads": "disk"},
+    "all three": None,
+}
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+ITERATIONS = 14
+BEFORE = ("save", "load", "new optimizer", "clip", "never clip", "full_params")
+"""What an iteration may do ahead of its backward. Done twice, because a fault has it begin again, these change nothing."""
+AFTER = ("new numbers", "zero_grad", "backward", "look", "let it run", "no step")
+"""What it may do between backward and step."""
+
+
+def script(seed):
+    """Of each iteration: what it does before backward, what it does after it, and the fault that the disk has in store."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(ITERATIONS):
+        before = [rng.choice(BEFORE) for _ in range(2) if rng.random() < 0.25]
+        after = [rng.choice(AFTER) for _ in range(2) if rng.random() < 0.25]
+        found.append((before, after, (rng.choice(("read", "write")), rng.randrange(60)) if rng.random() < 0.3 else None))
+    return found
+
+
+class Training:
+    """One run of a script."""
+
+    def __init__(self, setup, placement, folder):
+        self.setup = setup
+        self.model, self.optimizer = start(setup, placement, folder)
+        self.saved = None
+        self.faults = 0
+
+    @property
+    def disk(self):
+        return unwall.api.engine(self.model).tiers.disk
+
+    def run(self, seed):
+        for number, (before, after, fault) in enumerate(script(seed)):
+            if fault and self.disk:
+                self.disk.engine.inject_fault(*fault, 1, errno.EIO)
+            self.insist(partial(self.iteration, number, before, after))
+        return self.insist(lambda: outcome(self.model, self.optimizer))
+
+    def insist(self, deed):
+        """As a user would: after an error of the disk, forget the gradients and do it again."""
+        for _ in range(6):
+            try:
+                return deed()
+            except OSError:
+                self.faults += 1
+                self.model.zero_grad()
+        raise AssertionError("the disk failed six times")
+
+    def iteration(self, number, before, after):
+        for deed in (*before, "backward", *after):
+            self.do(deed, number)
+        if "no step" not in after:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def do(self, deed, number):
+        match deed:
+            case "backward":
+                backward(self.model, self.optimizer, self.setup, number)
+            case "new numbers":
+                for group in self.optimizer.param_groups:
+                    group["lr"] = 1e-2 / (number + 1)
+            case "zero_grad":
+                self.optimizer.zero_grad()
+                backward(self.model, self.optimizer, self.setup, 100 + number)
+            case "clip":
+                self.optimizer.max_grad_norm = 1e-3
+            case "never clip":
+                self.optimizer.max_grad_norm = 1e6
+            case "save":
+                state = {name: value.clone() for name, value in self.model.state_dict().items()}
+                self.saved = state, self.optimizer.state_dict()
+            case "load" if self.saved is not None:
+                self.model.load_state_dict(self.saved[0])
+                self.optimizer.load_state_dict(self.saved[1])
+            case "new optimizer":
+                self.optimizer = None  # its states make room for those of the next
+                gc.collect()
+                self.optimizer = unwall.AdamW(self.model.parameters(), lr=1e-2)
+            case "full_params":
+                with unwall.full_params(self.model[number % 3], write=True):
+                    self.model[number % 3].linear.bias.data.fill_(0.01 * number)
+            case "look":
+                outcome(self.model, self.optimizer)
+            case "let it run":
+                HostUpdate(lambda: None, object()).wait()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_gives_the_same_bits_everywhere(seed, tmp_path, monkeypatch, record_property):
+    monkeypatch.setattr(early, "CLIP_MEMORY", 2)  # so that shorter runs speculate
+    setup = Setup(dtype=DTYPES[seed % len(DTYPES)], blocks=4, passes=3)
+    expected = Training(setup, DEVICE, str(tmp_path)).run(seed)
+    seen = Counter()
+    for name, placement in PLACEMENTS.items():
+        fields = mixed_plan(setup, str(tmp_path)) if placement is None else placement
+        training = Training(setup, fields, str(tmp_path))
+        assert differing(expected, training.run(seed)) == [], f"{name}: {script(seed)}"
+        assert over_budget(training.model) == []
+        speculated = unwall.stats(training.model).speculated
+        seen += Counter(committed=speculated.committed, missed=speculated.missed, faults=training.faults)
+    record_property("seen", dict(seen))
+    assert setup.dtype is torch.float16 or seen["committed"] > 10
+    assert seen["faults"] > 0
