@@ -201,3 +201,49 @@ def test_a_failed_update_of_one_model_does_not_touch_another(fate, tmp_path):
     got, errors = train_through(*other, setup)
     assert errors == []
     assert differing(expected, got) == []
+
+
+def two_optimizers(placement, folder):
+    """Of each group one has the weights, the other the rest."""
+    model = build(blocks=4)
+    unwall.shard(model, Plan(**placement, disk=folder))
+    weights = [param for name, param in model.named_parameters() if name.endswith("linear.weight")]
+    rest = [param for name, param in model.named_parameters() if not name.endswith("linear.weight")]
+    return model, unwall.AdamW(weights, lr=1e-2), unwall.AdamW(rest, lr=3e-2)
+
+
+@pytest.mark.parametrize("placement", ["all-on-disk", "optimizer-on-disk"])
+@pytest.mark.parametrize("op", FAULTS)
+def test_a_step_that_raises_has_changed_nothing_of_two_optimizers_on_the_same_groups(op, placement, tmp_path):
+    results = []
+    for fields in ({"params": "device", "optimizer": "device"}, PLACEMENTS[placement]):
+        model, first, second = two_optimizers(fields, str(tmp_path))
+        faulty = fields is PLACEMENTS[placement]
+        for number in range(3):
+            backward(model, first, Setup(), seed=number)
+            if faulty:
+                unwall.stats(model)  # gradients are on disk
+                disk_of(model).inject_fault(op, 0, 1 << 30, FAULTS[op])
+            first.step()  # its updates fail behind it
+            if faulty:
+                with pytest.raises(OSError, match=os.strerror(FAULTS[op])):
+                    second.step()
+                disk_of(model).inject_fault(op, 0, 0, FAULTS[op])
+            second.step()
+        results.append({**outcome(model, first), **{f"second.{name}": v for name, v in outcome(model, second).items()}})
+    assert differing(*results) == []
+
+
+def test_what_one_model_could_not_write_does_not_fail_another(tmp_path):
+    setup = Setup()
+    model, optimizer = small(setup, DISK, str(tmp_path))
+    step(model, optimizer, setup, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    disk_of(model).inject_fault("write", 0, 1 << 30, errno.ENOSPC)  # the last states that were loaded are not written yet
+    del optimizer
+    other, fine = small(setup, DISK, str(tmp_path))
+    step(other, fine, setup, 0)
+    assert unwall.stats(other).tiers["disk"].live_bytes > 0
+    disk_of(model).inject_fault("write", 0, 0, errno.ENOSPC)
+    left = unwall.stats(model).tiers["disk"].live_bytes
+    assert left < unwall.stats(other).tiers["disk"].live_bytes / 2  # moments and gradients are gone

@@ -112,14 +112,16 @@ class AdamW(ShardedOptimizer):
         numbers = self._numbers()
         host_factor = Factor(inverse, factor)
         tickets = []
-        applied = [entry for entry in held if (id(entry[0]), entry[1]) in self._early.applied]
-        for engine, index, slots in applied:  # before anything else is touched
-            self._check_promise(engine, index, slots, numbers, clipped=factor is not None or inverse != 1.0)
+        for engine, index, slots in held:  # what can fail does so before anything is updated
+            if (id(engine), index) in self._early.applied:
+                self._check_promise(engine, index, slots, numbers, clipped=factor is not None or inverse != 1.0)
+            else:
+                engine.groups[index].finish_update()  # of another optimizer's step
+                engine.groups[index].staging.close()
         for engine, index, slots in held:
             group, gradient = engine.groups[index], engine.gradients[index]
             if (id(engine), index) in self._early.applied:
                 continue
-            group.finish_update()
             runs = self._runs(group, slots, numbers)
             if group.home.tier == "host":
                 group.update = self._on_host(engine, index, runs, host_factor)

@@ -61,6 +61,7 @@ class Gradient:
         self._leaves = group.home.tier == "host"
         self._place = LandingPlace(group, tiers, dtype)
         self._lost: Exception | None = None
+        self._forgotten: set[int] = set()  # parameters whose gradients are still in the value, but not wanted any more
         self._landing: Ticket | None = None
         self._leaving: MemoryBlock | None = None  # what the landing copies from
 
@@ -132,6 +133,7 @@ class Gradient:
         it adds zeros and keeps what arrived for its own turn.
         """
         self.finish_reduce()
+        self._clear_forgotten()
         self.present |= present
         self.passes += 1
         self.serial += 1
@@ -211,6 +213,7 @@ class Gradient:
         self._discard_incoming()
         self.arrived.clear()
         self.present.clear()
+        self._forgotten.clear()
         self.passes = 0
         self.value = self.stored = self.square_sum = self._landing = self._lost = None
         if self._value_block is not None and not self._place.is_memory(self._value_block):
@@ -301,6 +304,7 @@ class Gradient:
     def read(self) -> torch.Tensor:
         """The reduced gradient as a tensor, wherever it is. Not to be changed."""
         self.check()
+        self._clear_forgotten()
         self.await_landing()
         if self.stored is not None:
             return self.stored.tensor(write=False)
@@ -308,18 +312,24 @@ class Gradient:
         return self.value
 
     def forget(self, slots: set[int]) -> None:
-        """Takes out the gradients of some parameters."""
-        if not self.held:
+        """Takes out the gradients of some parameters: at once for whoever asks, in memory when the others' are read or added
+        to. An update may be reading them now."""
+        if self.held:
+            self.square_sum = None
+            self._forgotten |= slots
+
+    def _clear_forgotten(self) -> None:
+        if not self._forgotten or not self.held:
             return
-        self.square_sum = None
         self.await_landing()
-        self.group.finish_update()  # it may still read them
+        self.group.finish_update()
         value = self.value if self.stored is None else self.stored.tensor()
         assert value is not None
         for segment in self.group.owned_segments():
-            if segment.slot in slots:
+            if segment.slot in self._forgotten:
                 value[segment.shard_start : segment.shard_start + segment.numel].zero_()
         self.group.staging.close()
+        self._forgotten.clear()
 
     @property
     def landing(self) -> Ticket | None:

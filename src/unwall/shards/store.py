@@ -27,6 +27,11 @@ class Staging:
             self.close()
         self._out.append(store)
 
+    def drop(self, store: "Store") -> None:
+        """One that is not wanted any more: nothing is written."""
+        if store in self._out:
+            self._out.remove(store)
+
     def close(self) -> None:
         """Writes back what was changed and frees the memory. After a DiskError nothing is lost: call it again."""
         while self._out:
@@ -90,9 +95,15 @@ class Store:
                 self._tiers.links.copy(self._staged, self.block, self.label).wait()
             except DiskError as error:
                 raise named(error, f"writing the {self.label}") from error
-        self._tiers.host.free(self._staged)
-        self._staged, self._changed = None, False
+        self._free_staged()
 
     def free(self) -> None:
-        self._staging.close()
+        """Forgets the state."""
+        self._staging.drop(self)
+        self._free_staged()
         self._tiers.free(self.block)
+
+    def _free_staged(self) -> None:
+        if self._staged is not None:
+            self._tiers.host.free(self._staged)
+        self._staged, self._changed = None, False
