@@ -83,7 +83,7 @@ def train_smallest(setup, placement, folder):
     return over_budget(model)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_the_smallest_budgets_are_enough_for_two_ranks(ranks, stage, dtype, tmp_path):
     assert ranks(2).run(train_smallest, Setup(stage=stage, dtype=dtype, clip=0.5, passes=2), {}, str(tmp_path)) == [[], []]

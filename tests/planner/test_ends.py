@@ -14,7 +14,7 @@ from unwall.planner.predict import predict
 
 # What `ends.largest` finds for each system (bench/paper_tables.py runs the search; it takes a minute).
 FOUND = {
-    "plain DP": Largest(15, 3072),
+    "plain DP": Largest(44, 1792),
     "ZeRO-Offload": Largest(74, 4096),
     "ZeRO-3": Largest(48, 6656),
     "Infinity, host": Largest(91, 8448),

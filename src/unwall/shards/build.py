@@ -91,6 +91,7 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
         item = layout.dtype.itemsize
         owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
         grad_item = (plan.reduce_dtype or layout.dtype).itemsize
+        reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
         states = grads = 0
         if kind.trainable:
             states = owned * (ADAM_BYTES + master_bytes(layout.dtype))
@@ -104,7 +105,7 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
                 state_bytes=states,
                 grad_bytes=grads,
                 grad_flat_bytes=layout.padded_numel * grad_item if kind.trainable else 0,
-                grad_part_bytes=layout.shard_numel * grad_item if kind.trainable and world_size > 1 else 0,
+                grad_part_bytes=reduced * grad_item if kind.trainable and world_size > 1 else 0,
                 widening_bytes=owned * max(0, 4 - grad_item) if kind.trainable else 0,
                 whole=plan.stage < 3 or world_size == 1,
                 trainable=kind.trainable,

@@ -101,7 +101,9 @@ class Gradient:
         flat = 0 if self._flat_block is not None else whole
         if self.value is not None and self.value.dtype.itemsize < 4 and not self._leaves:
             flat += self.group.own_numel * 4  # a second pass adds up in fp32
-        return flat + (0 if self._ranks.size == 1 else whole if self._everywhere else layout.shard_numel * self.dtype.itemsize)
+        if self._ranks.size == 1:
+            return flat
+        return flat + layout.shard_numel * self.dtype.itemsize + (whole if self._everywhere else 0)
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
