@@ -89,6 +89,22 @@ def test_the_smallest_budgets_are_enough_for_two_ranks(ranks, stage, dtype, tmp_
     assert ranks(2).run(train_smallest, Setup(stage=stage, dtype=dtype, clip=0.5, passes=2), {}, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_smallest_budget_is_enough_to_look_at_a_model_of_one_group(dtype, tmp_path):
+    """What the optimizer's look has in memory is gone when the model's comes to the same group."""
+    fields = shard_near(torch.nn.Linear(64, 64), **DISK, disk=str(tmp_path), compute_dtype=dtype, host_bytes=1)
+    model = unwall.shard(torch.nn.Linear(64, 64), Plan(**fields))
+    optimizer = unwall.AdamW(model.parameters())
+    for _ in range(2):
+        optimizer.scale(model(torch.randn(4, 64)).float().square().mean()).backward()
+        optimizer.step()
+        states = optimizer.state_dict()
+        model.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(states)
+        model.load_state_dict(model.state_dict())
+    assert over_budget(model) == []
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_an_impossible_budget_is_refused_with_numbers_and_a_plan_that_fits(tier, tmp_path):
     model = build()

@@ -238,8 +238,8 @@ def test_what_one_model_could_not_write_does_not_fail_another(tmp_path):
     setup = Setup()
     model, optimizer = small(setup, DISK, str(tmp_path))
     step(model, optimizer, setup, 0)
-    optimizer.load_state_dict(optimizer.state_dict())
-    disk_of(model).inject_fault("write", 0, 1 << 30, errno.ENOSPC)  # the last states that were loaded are not written yet
+    model.load_state_dict(model.state_dict())
+    disk_of(model).inject_fault("write", 0, 1 << 30, errno.ENOSPC)  # the last group that was loaded is not written yet
     del optimizer
     other, fine = small(setup, DISK, str(tmp_path))
     step(other, fine, setup, 0)

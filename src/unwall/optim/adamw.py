@@ -225,6 +225,7 @@ class AdamW(ShardedOptimizer):
             engine.finish()
         packed = super().state_dict()
         packed["state"] = whole_states(self, self._kept)
+        self._close_staging()
         packed["scaler"] = self.scaler.state_dict()
         return packed
 
@@ -237,3 +238,9 @@ class AdamW(ShardedOptimizer):
         if "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
         load_whole_states(self, states, MOMENTS, self._states_of)
+        self._close_staging()
+
+    def _close_staging(self) -> None:
+        """The memory for looking at a group is enough for its moments, or for its parameters."""
+        for engine in self.engines():
+            engine.groups[0].staging.close()
