@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -232,6 +233,26 @@ def test_a_step_that_raises_has_changed_nothing_of_two_optimizers_on_the_same_gr
             second.step()
         results.append({**outcome(model, first), **{f"second.{name}": v for name, v in outcome(model, second).items()}})
     assert differing(*results) == []
+
+
+def test_an_optimizer_goes_at_once_after_the_disk_failed_another(tmp_path):
+    setup = Setup(clip=1e-3)
+    model, optimizer = small(setup, DISK, str(tmp_path))
+    backward(model, optimizer, setup, seed=0)
+    unwall.stats(model)
+    disk_of(model).inject_fault("write", 0, 1 << 30, errno.ENOSPC)
+    optimizer.step()
+    del optimizer
+    other, fine = small(setup, DISK, str(tmp_path))  # tries to free what is left
+    disk_of(model).inject_fault("write", 0, 0, errno.ENOSPC)
+    step(other, fine, setup, 0)  # frees it
+    kept = weakref.ref(fine)
+    gc.disable()
+    try:
+        del fine
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_what_one_model_could_not_write_does_not_fail_another(tmp_path):

@@ -1,8 +1,11 @@
 """Handles of work in flight: every wait gives the same outcome."""
 
+import contextlib
 import errno
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 
 import pytest
@@ -54,8 +57,29 @@ def test_waiting_twice_after_failure_gives_the_same(work):
     for timeout in (None, 0):
         with pytest.raises((OSError, RuntimeError), match="broken") as caught:
             work.ticket.wait(timeout)
-        errors.append(caught.value)
-    assert errors[0] is errors[1]
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("kind", ["native", "joined", "metered"])
+def test_a_failure_that_was_raised_holds_nothing_of_its_callers(kind):
+    work = Work(kind)
+
+    class Held:
+        pass
+
+    def call():
+        held = Held()
+        with contextlib.suppress(OSError, RuntimeError):
+            work.ticket.wait()
+        return weakref.ref(held)
+
+    work.end(failed=True)
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_time_out_leaves_the_ticket_usable(work):

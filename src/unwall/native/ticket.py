@@ -24,7 +24,7 @@ class NativeTicket:
         self._pid = os.getpid()
         self._keep = keep
         self._finished = False
-        self._error: Exception | None = None
+        self._failure: ErrorRecord | None = None
         self._seen: Callable[[float, float], None] | None = None
 
     @property
@@ -49,9 +49,9 @@ class NativeTicket:
             code = call(self._handle, -1 if timeout is None else int(timeout * 1e9), ctypes.byref(record))
             if code == 1:
                 raise TimeoutError(f"work of ticket {self._handle} has not finished after {timeout} s")
-            self._finish(record.exception() if code < 0 else None)
-        if self._error is not None:
-            raise self._error
+            self._finish(record if code < 0 else None)
+        if self._failure is not None:
+            raise self._failure.exception()  # a new one each time: one that was raised holds everything its callers knew
 
     def times(self) -> tuple[float, float, float]:
         """Seconds (monotonic clock) when the work was submitted, started and finished; 0.0 for what is still to come."""
@@ -71,11 +71,11 @@ class NativeTicket:
             _, start, end = self.times()
             seen(start, end)
 
-    def _finish(self, error: Exception | None) -> None:
+    def _finish(self, failure: ErrorRecord | None) -> None:
         if self._finished:
             return
         self._tell()
-        self._error = error
+        self._failure = failure
         self._finished = True  # last: another thread may be looking
         self._keep = ()
 

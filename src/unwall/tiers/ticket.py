@@ -114,7 +114,10 @@ class Joined:
                     raise TimeoutError(f"work has not finished after {timeout} s") from error
                 failure = failure or error
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it and this frame would keep each other, and all that the callers know
 
 
 class Metered:
