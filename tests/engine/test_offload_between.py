@@ -80,6 +80,49 @@ def test_two_optimizers_share_groups(tmp_path):
     same_on(OFF_DEVICE, scenario, tmp_path)
 
 
+@pytest.mark.parametrize("tier", ["device", *OFF_DEVICE])
+def test_two_optimizers_that_share_groups_do_as_in_pytorch(tier, tmp_path):
+    """What one has used does not count for the other: not in its norm, and not in what further backwards add to."""
+    clip, results = 1e-3, []
+    for model in (build(), sharded(tier, tmp_path)):
+        weights = [param for name, param in model.named_parameters() if "weight" in name]
+        biases = [param for name, param in model.named_parameters() if "bias" in name]
+        if results:
+            first, second = unwall.AdamW(weights, lr=1e-2), unwall.AdamW(biases, lr=1e-2)
+        else:
+            first, second = torch.optim.AdamW(weights, lr=1e-2), torch.optim.AdamW(biases, lr=1e-2)
+        norms = []
+        for seed in range(4):
+            backward(model, seed)
+            if seed % 2:
+                backward(model, 10 + seed)
+            first.step()
+            first.zero_grad()
+            if seed % 2:
+                norms.append(float(second.clip_grad_norm_(clip) if results else nn.utils.clip_grad_norm_(biases, clip)))
+            second.step()
+            second.zero_grad()
+        results.append((norms, {name: value.clone() for name, value in model.state_dict().items()}))
+    (norms, expected), (got_norms, got) = results
+    assert got_norms == pytest.approx(norms, rel=1e-4)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_loaded_between_backward_and_step(tmp_path):
+    def scenario(model):
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+        for seed in range(4):
+            backward(model, seed)
+            if seed == 3:
+                model.load_state_dict(build().state_dict())
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    same_on(OFF_DEVICE, scenario, tmp_path)
+
+
 def test_parameters_changed_between_backward_and_step(tmp_path):
     def scenario(model):
         optimizer = unwall.AdamW(model.parameters(), lr=1e-2)

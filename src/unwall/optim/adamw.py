@@ -86,7 +86,7 @@ class AdamW(ShardedOptimizer):
         if self._early.in_place:
             if engine.ranks.size > 1:
                 return  # ranks in another order may add to this sum until backward ends
-            group.finish_update()
+            _settle(group)
             runs = self._runs(group, slots, self._numbers())
             group.update = self._on_host(engine, index, runs, Factor(1.0, None))
             self._early.applied[id(engine), index] = runs
@@ -116,8 +116,7 @@ class AdamW(ShardedOptimizer):
             if (id(engine), index) in self._early.applied:
                 self._check_promise(engine, index, slots, numbers, clipped=factor is not None or inverse != 1.0)
             else:
-                engine.groups[index].finish_update()  # of another optimizer's step
-                engine.groups[index].staging.close()
+                _settle(engine.groups[index])
         for engine, index, slots in held:
             group, gradient = engine.groups[index], engine.gradients[index]
             if (id(engine), index) in self._early.applied:
@@ -147,7 +146,6 @@ class AdamW(ShardedOptimizer):
         if group.home.on_disk:
             grad = gradient.stored or gradient.value
             assert grad is not None
-            group.staging.close()  # what was looked at, or loaded, is on disk again before it is read there
             parts = Parts(self._stores(group), grad)
             work = DiskUpdate(group.name, parts, runs, engine.tiers, gradient.landing, factor).work
         else:
@@ -244,3 +242,9 @@ class AdamW(ShardedOptimizer):
         """The memory for looking at a group is enough for its moments, or for its parameters."""
         for engine in self.engines():
             engine.groups[0].staging.close()
+
+
+def _settle(group: Group) -> None:
+    """Before an update: another optimizer's has ended, and what was looked at, or loaded, is on disk again."""
+    group.finish_update()
+    group.staging.close()

@@ -10,8 +10,9 @@ nothing is speculated.
 
 [Note: newest first]
 Of the gradients that have landed, the newest is used first: it belongs to the front of the model, which the next forward needs
-first. Where the host updates more slowly than backward computes, what is left over at ``step`` are then groups that forward
-comes to last, and they are updated while it is on its way there.
+first. Where the host updates more slowly than backward computes, something is left over at ``step``. Taken in the order of
+landing that would be the front of the model, all of it, and forward would wait. This way it is a group here and there, updated
+while forward is on its way to it.
 
 [Note: update in backward]
 With ``update_in_backward=True`` the user has promised that each backward is followed by a step with the numbers of now. Then
