@@ -194,7 +194,7 @@ def test_resuming_after_an_evaluation(tmp_path):
         backward(model, 1)
         optimizer.step()
         for group in unwall.api.engine(model).groups:
-            group.finish_update()  # before anyone looks: looking would write back what was loaded
+            group.pending.settle()  # before anyone looks: looking would write back what was loaded
         return {**model.state_dict(), **{str(n): entry["exp_avg"] for n, entry in optimizer.state_dict()["state"].items()}}
 
     same_on(OFF_DEVICE, scenario, tmp_path)

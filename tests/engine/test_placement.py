@@ -143,7 +143,7 @@ def test_a_failed_update_is_raised_at_the_next_use():
         def wait(self, timeout=None):
             raise RuntimeError("the update failed")
 
-    group.update = Broken()
+    group.pending.update = Broken()
     with pytest.raises(RuntimeError, match="the update failed"):
         model(torch.randn(4, 64))
 

@@ -88,12 +88,11 @@ class AdamW(ShardedOptimizer):
                 return  # ranks in another order may add to this sum until backward ends
             _settle(group)
             runs = self._runs(group, slots, self._numbers())
-            group.update = self._on_host(engine, index, runs, Factor(1.0, None))
+            group.pending.update = self._on_host(engine, index, runs, Factor(1.0, None))
             self._early.applied[id(engine), index] = runs
             return
         if group.fixed or gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
             return
-        group.finish_update()
         runs = self._runs(group, slots, self._numbers(), count=False)
         if covers(group, runs):
             self._early.speculate(engine, group, self._stores(group), runs)
@@ -123,7 +122,7 @@ class AdamW(ShardedOptimizer):
                 continue
             runs = self._runs(group, slots, numbers)
             if group.home.tier == "host":
-                group.update = self._on_host(engine, index, runs, host_factor)
+                group.pending.update = self._on_host(engine, index, runs, host_factor)
                 continue
             assert gradient.value is not None
             on_cpu = engine.device.device.type == "cpu"
@@ -241,10 +240,10 @@ class AdamW(ShardedOptimizer):
     def _close_staging(self) -> None:
         """The memory for looking at a group is enough for its moments, or for its parameters."""
         for engine in self.engines():
-            engine.groups[0].staging.close()
+            engine.groups[0].pending.staging.close()
 
 
 def _settle(group: Group) -> None:
     """Before an update: another optimizer's has ended, and what was looked at, or loaded, is on disk again."""
-    group.finish_update()
-    group.staging.close()
+    group.pending.settle()
+    group.pending.staging.close()

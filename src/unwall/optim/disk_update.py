@@ -31,27 +31,36 @@ from unwall.tiers.tiers import Tiers
 
 
 @dataclass(frozen=True)
+class Part:
+    """One state, where it lived when the update was asked for. An update must not ask the store, which would wait for it."""
+
+    block: Block
+    dtype: torch.dtype
+    label: str
+
+    @staticmethod
+    def of(store: Store) -> "Part":
+        return Part(store.block, store.dtype, store.label)
+
+
 class Parts:
-    """What an update reads and writes, each where it lives."""
+    """What an update reads and writes, each where it lives. ``states``: by the names of ``Span``.
 
-    states: dict[str, Store]
-    """By the names of ``Span``."""
-    grad: Store | torch.Tensor
-    targets: dict[str, Block] | None = None
-    """Where the new states go, if not to where the old ones are: the same tiers, other blocks."""
+    ``targets``: where the new states go, if not to where the old ones are: the same tiers, other blocks.
+    """
 
-    @property
-    def written(self) -> dict[str, Store]:
+    def __init__(self, states: dict[str, Store], grad: Store | torch.Tensor, targets: dict[str, Block] | None = None) -> None:
+        self.states = {name: Part.of(store) for name, store in states.items()}
+        self.grad = grad if isinstance(grad, torch.Tensor) else Part.of(grad)
+        self.targets = targets
+        self.numel = states["param"].numel
+        self.written = {name: part for name, part in self.states.items() if isinstance(part.block, DiskBlock)}
         """Written to disk."""
-        return {name: store for name, store in self.states.items() if store.on_disk}
+        self.read = self.written if isinstance(self.grad, torch.Tensor) else {**self.written, "grad": self.grad}
+        """Read from disk."""
 
     def target(self, name: str) -> Block:
         return self.states[name].block if self.targets is None else self.targets[name]
-
-    @property
-    def read(self) -> dict[str, Store]:
-        """Read from disk."""
-        return self.written if isinstance(self.grad, torch.Tensor) else {**self.written, "grad": self.grad}
 
 
 @dataclass
@@ -75,7 +84,7 @@ class DiskUpdate:
         self, name: str, parts: Parts, runs: Sequence[Run], tiers: Tiers, landing: Ticket | None, factor: Factor
     ) -> None:
         assert tiers.disk is not None
-        numel = parts.states["param"].numel
+        numel = parts.numel
         self._name = name
         self._parts = parts
         self._disk: DiskTier = tiers.disk
@@ -138,15 +147,15 @@ class DiskUpdate:
             self._submit_update(chunk, scale)
         done = () if chunk.updated else tuple(chunk.tickets)
         chunk.writes = []
-        for name, store in self._parts.written.items():
-            chunk.writes += self._request("write", chunk, name, store, self._parts.target(name), done)
+        for name, part in self._parts.written.items():
+            chunk.writes += self._request("write", chunk, name, part, self._parts.target(name), done)
 
     def _submit_update(self, chunk: _Chunk, scale: float) -> None:
         reads: list[NativeTicket] = []
         ready = Signal()  # the updates start only when all of them could be submitted: half of them must not run
         try:
-            for name, store in self._parts.read.items():
-                reads += self._request("read", chunk, name, store, store.block, ())
+            for name, part in self._parts.read.items():
+                reads += self._request("read", chunk, name, part, part.block, ())
             updates = []
             for run in chunk.runs:
                 assert isinstance(run.key, AdamWStep)
@@ -189,49 +198,49 @@ class DiskUpdate:
         chunk.slot = None
 
     def _request(
-        self, op: str, chunk: _Chunk, name: str, store: Store, block: Block, after: Sequence[NativeTicket]
+        self, op: str, chunk: _Chunk, name: str, part: Part, block: Block, after: Sequence[NativeTicket]
     ) -> list[NativeTicket]:
         assert isinstance(block, DiskBlock)
         assert chunk.slot is not None
-        item = store.dtype.itemsize
+        item = part.dtype.itemsize
         submit = self._disk.read if op == "read" else self._disk.write
         address, nbytes = chunk.slot.address + self._places[name], chunk.numel * item
         tickets = submit(block, chunk.start * item, address, nbytes, keep=chunk.slot.data, after=after)
         meter = self._meters["disk", "host"] if op == "read" else self._meters["host", "disk"]
         meter.add(nbytes)
         for ticket in tickets:
-            meter.watch(ticket, store.label)
+            meter.watch(ticket, part.label)
         return tickets
 
     def _span(self, chunk: _Chunk, run: Run) -> Span:
         assert chunk.slot is not None
         views = {}
         for name, part in {**self._parts.states, "grad": self._parts.grad}.items():
-            if name in self._places:
-                assert isinstance(part, Store)
+            if isinstance(part, torch.Tensor):
+                views[name] = part[run.start : run.end]
+            elif isinstance(part.block, MemoryBlock):
+                views[name] = part.block.view(part.dtype)[run.start : run.end]
+            else:
                 view = chunk.slot.view(part.dtype, chunk.numel, self._places[name])
                 views[name] = view[run.start - chunk.start : run.end - chunk.start]
-            else:
-                whole = part.tensor() if isinstance(part, Store) else part
-                views[name] = whole[run.start : run.end]
         return Span(**views)
 
     def _out(self, chunk: _Chunk, run: Run) -> Span:
         """Where an update out of place writes: what goes to disk stays in its slot, what is in memory goes to its target."""
         views = {}
-        for name, store in self._parts.states.items():
+        for name, part in self._parts.states.items():
             block = self._parts.target(name)
             if isinstance(block, MemoryBlock):
-                views[name] = block.view(store.dtype)[run.start : run.end]
+                views[name] = block.view(part.dtype)[run.start : run.end]
         return dataclasses.replace(self._span(chunk, run), **views)
 
 
 def _places(parts: Parts, elements: int) -> dict[str, int]:
     """Where in a slot each state lies."""
     found, offset = {}, 0
-    for name, store in parts.read.items():
+    for name, part in parts.read.items():
         found[name] = offset
-        offset += align_up(elements * store.dtype.itemsize)
+        offset += align_up(elements * part.dtype.itemsize)
     return found
 
 

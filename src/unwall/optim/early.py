@@ -280,7 +280,6 @@ def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Cal
     gradient = engine.gradients[group.index]
     grad = gradient.stored or gradient.value
     assert grad is not None
-    group.staging.close()  # what was looked at, or loaded, is on disk again before it is read there
     parts = Parts(speculation.stores, grad, speculation.shadow.blocks)
     update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
 

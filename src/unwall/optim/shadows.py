@@ -51,9 +51,9 @@ class Shadow:
                 label = f"shadow of the {store.label}"
                 if store.on_disk:
                     assert tiers.disk is not None
-                    self.blocks[name] = tiers.disk.zeros(store.block.nbytes, label)
+                    self.blocks[name] = tiers.disk.zeros(store.nbytes, label)
                 else:
-                    self.blocks[name] = tiers.host.allocate(store.block.nbytes, label, pinned=store.pinned)
+                    self.blocks[name] = tiers.host.allocate(store.nbytes, label, pinned=store.pinned)
         except BaseException:
             self.free()
             raise
@@ -77,7 +77,7 @@ class Shadow:
     def fits(self, stores: dict[str, Store]) -> bool:
         """Whether these states can be swapped with what is here."""
         return {name: (block.tier, block.nbytes) for name, block in self.blocks.items()} == {
-            name: (store.block.tier, store.block.nbytes) for name, store in stores.items()
+            name: (store.tier, store.nbytes) for name, store in stores.items()
         }
 
     def tensors(self, stores: dict[str, Store]) -> dict[str, torch.Tensor]:
@@ -87,8 +87,7 @@ class Shadow:
     def swap(self, stores: dict[str, Store]) -> None:
         """The shadow becomes the state, the state the shadow."""
         for name, store in stores.items():
-            store.block, self.blocks[name] = self.blocks[name], store.block
-            store.block.label, self.blocks[name].label = self.blocks[name].label, store.block.label
+            self.blocks[name] = store.exchange(self.blocks[name])
 
     def free(self) -> None:
         tiers = self._tiers()
@@ -158,7 +157,7 @@ def _shadow(stores: dict[str, Store], tiers: Tiers) -> Shadow | None:
     """A new shadow, where there is room to spare for one."""
     sizes = {True: 0, False: 0}
     for store in stores.values():
-        sizes[store.on_disk] += store.block.nbytes
+        sizes[store.on_disk] += store.nbytes
     try:
         if sizes[True] and (tiers.disk is None or sizes[True] > tiers.disk.spare_bytes()):
             return None
@@ -174,7 +173,7 @@ def choose_shadowed(engine: Engine) -> set[int]:
     for group in engine.groups:
         if group.home.tier != "host" or group.home.on_disk or group.param is None:
             continue
-        needed = group.param.block.nbytes + sum(store.block.nbytes for store in group.states.values())
+        needed = group.param.nbytes + sum(store.nbytes for store in group.states.values())
         if needed > left:
             break
         chosen.add(group.index)

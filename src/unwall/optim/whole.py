@@ -35,7 +35,7 @@ class OwnStates:
     def free(self) -> None:
         for group in list(self._groups):
             try:
-                group.finish_update()
+                group.pending.settle()
             except Exception:  # reported where the group is used next; tried again there, for which the states are needed
                 discarded.append(self.free)
                 return

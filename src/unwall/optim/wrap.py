@@ -61,7 +61,7 @@ class Wrapped(ShardedOptimizer):
             group, value = engine.groups[index], engine.gradients[index].value
             assert value is not None
             engine.gradients[index].await_landing()
-            group.finish_update()  # another optimizer's
+            group.pending.settle()  # another optimizer's
             for slot in slots:
                 param = group.params[slot]
                 segment, piece = _segment(group, slot), self._pieces[param]

@@ -343,9 +343,9 @@ class Engine:
         """Everything in flight has ended, updates too."""
         free_discarded()
         self.settle()
-        self.groups[0].staging.close()
+        self.groups[0].pending.staging.close()
         for group in self.groups:
-            group.finish_update()
+            group.pending.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Forgets every gradient of the model."""

@@ -65,7 +65,6 @@ def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
     """Takes a whole value (the same on every rank) into the shards. What was gathered of the group is out of date then."""
     index, slot = engine.places[id(param)]
     group = engine.groups[index]
-    group.finish_update()
     engine.version += 1
     with torch.no_grad():
         if group.flat_is_home:
@@ -103,7 +102,7 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
             for param in lent:
                 engine.ranks.broadcast(param.data)
                 put_whole(engine, param, param.data)
-            engine.groups[0].staging.close()
+            engine.groups[0].pending.staging.close()
     finally:
         for param in lent:
             engine.lent.discard(id(param))

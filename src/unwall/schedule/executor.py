@@ -118,7 +118,6 @@ class Executor:
 
     def _begin_gather(self, index: int) -> None:
         group = self.groups[index]
-        group.finish_update()
         self.make_room(group.fetch_bytes, f"parameters of {group.name}")
         group.begin_gather()
         self.gathered_elements += group.layout.padded_numel if self._ranks.size > 1 else 0
@@ -133,8 +132,7 @@ class Executor:
             if found is None:
                 return
             index, distance = found
-            update = self.groups[index].update
-            if update is not None and not update.done():
+            if self.groups[index].pending.updating:
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             free = self._device.ledger.free_bytes
             needed = 0 if free is None else self.groups[index].fetch_bytes - free

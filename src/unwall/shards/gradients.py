@@ -277,8 +277,6 @@ class Gradient:
             return  # adds up when it is finished
         if self.value is not None:
             self._widen()  # what landed before must not be overwritten
-        if self._place.on_disk:
-            self.group.staging.close()
         arriving = self._incoming.view(self.dtype)
         if arriving.is_cuda or self._place.on_disk:
             self.square_sum = square_sum(arriving, self.group, self._ranks) if self.value is None else None
@@ -324,13 +322,13 @@ class Gradient:
         if not self._forgotten or not self.held:
             return
         self.await_landing()
-        self.group.finish_update()
+        self.group.pending.settle()  # it may be reading them
         value = self.value if self.stored is None else self.stored.tensor()
         assert value is not None
         for segment in self.group.owned_segments():
             if segment.slot in self._forgotten:
                 value[segment.shard_start : segment.shard_start + segment.numel].zero_()
-        self.group.staging.close()
+        self.group.pending.staging.close()
         self._forgotten.clear()
 
     @property

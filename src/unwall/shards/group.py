@@ -22,7 +22,7 @@ from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.layout import Layout, Segment
 from unwall.shards.placement import Home
-from unwall.shards.store import Staging, Store
+from unwall.shards.store import Pending, Staging, Store
 from unwall.tiers.block import Region
 from unwall.tiers.disk import named
 from unwall.tiers.ticket import Ticket, order_after
@@ -71,9 +71,7 @@ class Group:
         """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
         self.evictable = not self.flat_is_home and not home.resident
         self.residence = Residence.ABSENT
-        self.update: Ticket | None = None
-        """An update of this group that is under way on the host."""
-        self.staging = staging
+        self.pending = Pending(staging)
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
         self.fixed = False
@@ -95,7 +93,7 @@ class Group:
         if not self.flat_is_home:
             label = f"parameter shard of group {name}"
             held = self.own_numel if home.tier == "host" else layout.shard_numel
-            self.param = Store(tiers, staging, home.params, held, layout.dtype, label, index, pinned=True)
+            self.param = Store(tiers, self.pending, home.params, held, layout.dtype, label, pinned=True)
         self._gathers = ranks.size > 1 and not (home.tier == "host" and own_all)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
 
@@ -115,7 +113,8 @@ class Group:
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)
-        self.staging.close()
+        self.pending.settle()
+        self.pending.staging.close()  # training goes on: the memory for looking at states is free again
         if self.evictable:
             self._tiers.device.inflate(self._flat_block)
         self.residence = Residence.ARRIVING
@@ -217,12 +216,6 @@ class Group:
         else:
             self.detach_one(slot)
 
-    def finish_update(self) -> None:
-        """Waits for an update that is under way; raises what it failed with. Call it before the shard or a state is read."""
-        if self.update is not None:
-            self.update.wait()  # where it fails it stays, and the next use tries again
-            self.update = None
-
     def view_of(self, slot: int) -> torch.Tensor:
         """The parameter's place in the flat buffer, whatever the parameter shows now."""
         return self._views[slot]
@@ -254,7 +247,7 @@ class Group:
         """A state where it lives."""
         if name not in self.states:
             label = f"{name.split('#')[0]} of group {self.name}"
-            self.states[name] = Store(self._tiers, self.staging, self.home.states, self.own_numel, dtype, label, self.index)
+            self.states[name] = Store(self._tiers, self.pending, self.home.states, self.own_numel, dtype, label)
         return self.states[name]
 
     def has_state(self, name: str) -> bool:

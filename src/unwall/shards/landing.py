@@ -42,24 +42,23 @@ class LandingPlace:
             wider = next(iter(self._stores.values()), None)
             head = None
             if wider is not None:
-                assert isinstance(wider.block, DiskBlock)
-                head = wider.block.head(group.own_numel * dtype.itemsize)
-            self._stores[dtype] = Store(
-                self._tiers, group.staging, "disk", group.own_numel, dtype, label, group.index, block=head
-            )
+                block = wider.block
+                assert isinstance(block, DiskBlock)
+                head = block.head(group.own_numel * dtype.itemsize)
+            self._stores[dtype] = Store(self._tiers, group.pending, "disk", group.own_numel, dtype, label, block=head)
         return self._stores[dtype]
 
     def add(self, stored: Store, incoming: torch.Tensor, ranks: Ranks) -> tuple[Store, torch.Tensor | None]:
         """Adds to what is on disk, in fp32. Gives where the sum is, and its ``square_sum``."""
         dtype = torch.promote_types(self._dtype, torch.float32)
         before = stored.tensor(write=False).to(dtype, copy=True)
-        self._group.staging.close()
+        self._group.pending.staging.close()
         if dtype not in self._stores:  # grows into a place of twice the size, of which a first pass later uses the head
             self._stores.pop(self._dtype).free()
         total = self.store(dtype).tensor()
         torch.add(before, incoming.to(total.device), out=total)
         square = square_sum(total, self._group, ranks)
-        self._group.staging.close()
+        self._group.pending.staging.close()
         return self.store(dtype), square
 
 

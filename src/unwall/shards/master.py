@@ -28,7 +28,6 @@ def master_bytes(dtype: torch.dtype) -> int:
 
 def write_master(group: Group, start: int, values: torch.Tensor) -> None:
     """Sets owned elements from ``start`` on, parameters and master, to ``values`` (any float dtype, flat)."""
-    group.finish_update()
     span = slice(start, start + values.numel())
     target = group.own_param[span]
     if group.layout.dtype is torch.bfloat16:
@@ -49,7 +48,6 @@ def read_master(group: Group, device: torch.device | None = None, start: int = 0
     """Owned elements from ``start`` to ``end`` in full precision: fp32, or the parameters' own dtype where that is the master.
 
     ``device``: where it will be needed. A split master crosses a link in halves and is joined there."""
-    group.finish_update()
     span = slice(start, end)
     if group.has_state(MASTER):
         return group.state(MASTER, torch.float32, write=False)[span]
@@ -91,7 +89,6 @@ def _split_into(half: torch.Tensor, rest: torch.Tensor | None, values: torch.Ten
 
 def widen_master(group: Group) -> torch.Tensor:
     """Turns the master into an fp32 tensor that a torch optimizer can update, and returns it."""
-    group.finish_update()
     if group.layout.dtype not in (torch.bfloat16, torch.float16):
         return group.own_param
     if not group.has_state(MASTER):

@@ -1,5 +1,11 @@
 """One state of a group's owned run, wherever it lives, and as a tensor when someone looks at it.
 
+[Note: settled]
+An update of a group may be under way on the host, and a state on disk may be out as a tensor, changed and not yet written back.
+Whoever reads a state must come after both. So a store hands out nothing before: ``tensor`` and ``block`` wait for the group's
+update (and raise what it failed with), and ``block`` first writes back what was looked at. An update itself takes its blocks
+before it begins, and gives new ones back with ``exchange``.
+
 [Note: staging]
 On device and host a state is a tensor all the time. On disk it becomes one, in host memory, when it is asked for, and goes
 back when the next group is asked for or before anything else reads the disk. Only one group's states are out at a time, so
@@ -13,22 +19,23 @@ from unwall.tiers.block import Block, DiskBlock, MemoryBlock
 from unwall.tiers.disk import named
 from unwall.tiers.host import HostBlock
 from unwall.tiers.ledger import TierName
+from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
 
 class Staging:
-    """The disk states that are out as tensors. See [Note: staging]."""
+    """The disk states of a model that are out as tensors. See [Note: staging]."""
 
     def __init__(self) -> None:
         self._out: list[Store] = []
 
     def add(self, store: "Store") -> None:
-        if self._out and self._out[0].group != store.group:
+        if self._out and self._out[0].pending is not store.pending:
             self.close()
         self._out.append(store)
 
     def drop(self, store: "Store") -> None:
-        """One that is not wanted any more: nothing is written."""
+        """One that is not out any more: nothing is written."""
         if store in self._out:
             self._out.remove(store)
 
@@ -36,7 +43,26 @@ class Staging:
         """Writes back what was changed and frees the memory. After a DiskError nothing is lost: call it again."""
         while self._out:
             self._out[-1].go_back()
-            self._out.pop()
+
+
+class Pending:
+    """What is under way on one group's states; all stores of the group share it. See [Note: settled]."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self.update: Ticket | None = None
+        """An update of the group that is under way on the host."""
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is still at work (or has failed and is to be tried again)."""
+        return self.update is not None and not self.update.done()
+
+    def settle(self) -> None:
+        """Waits for an update that is under way; raises what it failed with. Then it stays, and the next use tries again."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
 
 
 class Store:
@@ -45,12 +71,11 @@ class Store:
     def __init__(
         self,
         tiers: Tiers,
-        staging: Staging,
+        pending: Pending,
         tier: TierName,
         numel: int,
         dtype: torch.dtype,
         label: str,
-        group: int,
         *,
         pinned: bool = False,
         block: Block | None = None,
@@ -58,27 +83,48 @@ class Store:
         self.dtype = dtype
         self.numel = numel
         self.label = label
-        self.group = group
+        self.pending = pending
         self.pinned = pinned
-        self.block: Block = tiers.zeros(tier, numel, dtype, label, pinned=pinned) if block is None else block
+        self._block: Block = tiers.zeros(tier, numel, dtype, label, pinned=pinned) if block is None else block
         self._tiers = tiers
-        self._staging = staging
         self._staged: HostBlock | None = None
         self._changed = False
 
     @property
+    def tier(self) -> TierName:
+        return self._block.tier
+
+    @property
+    def nbytes(self) -> int:
+        return self._block.nbytes
+
+    @property
     def on_disk(self) -> bool:
-        return isinstance(self.block, DiskBlock)
+        return isinstance(self._block, DiskBlock)
+
+    @property
+    def block(self) -> Block:
+        """The bytes where they live, up to date. See [Note: settled]."""
+        self.pending.settle()
+        self.go_back()
+        return self._block
+
+    def exchange(self, block: Block) -> Block:
+        """Another block becomes the state, the one it had is given back. For the update that is under way: does not wait."""
+        old, self._block = self._block, block
+        old.label, block.label = block.label, old.label
+        return old
 
     def tensor(self, write: bool = True) -> torch.Tensor:
-        """The state as a tensor. Without ``write`` it must not be changed."""
-        if isinstance(self.block, MemoryBlock):
-            return self.block.view(self.dtype)
+        """The state as a tensor, up to date. Without ``write`` it must not be changed."""
+        self.pending.settle()
+        if isinstance(self._block, MemoryBlock):
+            return self._block.view(self.dtype)
         if self._staged is None:
-            self._staging.add(self)
-            staged = self._tiers.host.allocate(self.block.nbytes, f"{self.label}, looked at")
+            self.pending.staging.add(self)
+            staged = self._tiers.host.allocate(self._block.nbytes, f"{self.label}, looked at")
             try:
-                self._tiers.links.copy(self.block, staged, self.label).wait()
+                self._tiers.links.copy(self._block, staged, self.label).wait()
             except DiskError as error:
                 self._tiers.host.free(staged)
                 raise named(error, f"reading the {self.label}") from error
@@ -87,23 +133,21 @@ class Store:
         return self._staged.view(self.dtype)
 
     def go_back(self) -> None:
-        """The staged tensor goes back to disk."""
-        if self._staged is None:
-            return
-        if self._changed:
+        """The staged tensor, if there is one, goes back to disk."""
+        if self._staged is not None and self._changed:
             try:
-                self._tiers.links.copy(self._staged, self.block, self.label).wait()
+                self._tiers.links.copy(self._staged, self._block, self.label).wait()
             except DiskError as error:
                 raise named(error, f"writing the {self.label}") from error
         self._free_staged()
 
     def free(self) -> None:
-        """Forgets the state."""
-        self._staging.drop(self)
+        """Forgets the state. No update of the group may be under way."""
         self._free_staged()
-        self._tiers.free(self.block)
+        self._tiers.free(self._block)
 
     def _free_staged(self) -> None:
+        self.pending.staging.drop(self)
         if self._staged is not None:
             self._tiers.host.free(self._staged)
         self._staged, self._changed = None, False
