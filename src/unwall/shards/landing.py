@@ -37,6 +37,9 @@ class LandingPlace:
     def store(self, dtype: torch.dtype | None = None) -> Store:
         """On disk, for a gradient as it arrives or for a wider sum."""
         dtype = self._dtype if dtype is None else dtype
+        for other in self._stores.values():
+            if other.dtype is not dtype:
+                other.go_back()  # they share their bytes on disk
         if dtype not in self._stores:
             group, label = self._group, f"gradient of group {self._group.name}"
             wider = next(iter(self._stores.values()), None)
