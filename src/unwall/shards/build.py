@@ -1,5 +1,6 @@
 """From a module to groups: what each parameter computes in, what fits, and moving the values into shards."""
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -10,8 +11,9 @@ from unwall.plan import Plan, PlanError
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradients import Gradient
 from unwall.shards.group import Group
-from unwall.shards.grouping import Entry, Unit, build_groups, entries_of, group_bytes
+from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, uncut
 from unwall.shards.layout import Layout, build_layout
+from unwall.shards.local import local, show
 from unwall.shards.master import MASTER, REMAINDER, clear_master, master_bytes, read_master, rounded, write_master
 from unwall.shards.placement import (
     Home,
@@ -59,15 +61,15 @@ def fp32_names(model: nn.Module) -> set[str]:
     return found
 
 
-def plan_groups(model: nn.Module, plan: Plan, world_size: int) -> list[tuple[Unit, Layout]]:
-    """The groups of a model and their layouts. Allocates nothing."""
+def plan_groups(model: nn.Module, plan: Plan, world_size: int, cuts: Cuts = uncut) -> list[tuple[Unit, Layout]]:
+    """The groups of a model and their layouts. Allocates nothing. ``cuts``: which parameters lie in several slots."""
     kept = fp32_names(model)
 
     def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
         dtype = compute_dtype(plan, name, param, kept)
         return Kind(dtype, param.requires_grad, param.dtype is torch.float32 and dtype is torch.bfloat16), dtype
 
-    entries = entries_of(model, kind)
+    entries = entries_of(model, kind, cuts)
     if not entries:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes)
@@ -79,7 +81,8 @@ def _layout(unit: Unit, world_size: int) -> Layout:
     kind = unit.entries[0].kind
     assert isinstance(kind, Kind)
     names = [entry.name for entry in unit.entries]
-    return build_layout(names, [entry.param.shape for entry in unit.entries], kind.dtype, world_size)
+    shapes = [local(entry.param).shape for entry in unit.entries]
+    return build_layout(names, shapes, kind.dtype, world_size, [entry.part for entry in unit.entries])
 
 
 def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> list[Sizes]:
@@ -202,6 +205,7 @@ def _make_all(
     taken: list[tuple[Group, int]],
 ) -> None:
     staging = Staging()
+    values = _Values(planned, ranks, tiers.device.device, whole_value)
     for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True)):
         group = Group(
             index,
@@ -216,7 +220,7 @@ def _make_all(
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
         )
-        _fill(group, unit, ranks, whole_value, taken)
+        _fill(group, unit, values, taken)
         staging.close()
         if group.flat_is_home:
             group.attach()
@@ -229,22 +233,47 @@ def _make_all(
 
 def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:
     """Something failed half way: the parameters that were taken already get their values back, where this rank has them."""
+    whole: dict[int, torch.Tensor] = {}
     for group, slot in taken:
-        place = group.layout.slots[slot]
+        place, param = group.layout.slots[slot], group.params[slot]
         if group.own_numel != group.layout.padded_numel:
             error.add_note("the parameters are cut over the ranks already: build the model again before another shard")
             return
-        values = read_master(group, None, place.offset, place.end).view(place.shape)
-        group.params[slot].data = values.to(group.dtypes[slot], copy=True)
+        if id(param) not in whole:
+            whole[id(param)] = torch.empty(place.shape, dtype=group.dtypes[slot], device=group.flat.device)
+        place.range_of(whole[id(param)].view(-1)).copy_(read_master(group, None, place.offset, place.end))
+        show(param, whole[id(param)])
 
 
-def _fill(
-    group: Group,
-    unit: Unit,
-    ranks: Ranks,
-    whole_value: Callable[[Entry], torch.Tensor | None],
-    taken: list[tuple[Group, int]],
-) -> None:
+class _Values:
+    """Each parameter's value, taken once, however many slots it lies in, and the same on every rank."""
+
+    def __init__(
+        self,
+        planned: list[tuple[Unit, Layout]],
+        ranks: Ranks,
+        device: torch.device,
+        whole_value: Callable[[Entry], torch.Tensor | None],
+    ) -> None:
+        self._left = Counter(id(entry.param) for unit, _ in planned for entry in unit.entries)
+        self._held: dict[int, torch.Tensor | None] = {}
+        self._ranks, self._device, self._whole_value = ranks, device, whole_value
+
+    def take(self, entry: Entry) -> torch.Tensor | None:
+        """The whole value, flattened. None where there is none yet."""
+        key = id(entry.param)
+        if key not in self._held:
+            value = self._whole_value(entry)
+            if value is not None and self._ranks.size > 1:
+                value = value.to(self._device).contiguous()
+                self._ranks.broadcast(value)
+            self._held[key] = value
+        self._left[key] -= 1
+        value = self._held[key] if self._left[key] else self._held.pop(key)
+        return None if value is None else value.reshape(-1)
+
+
+def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, int]]) -> None:
     kind = unit.entries[0].kind
     assert isinstance(kind, Kind)
     if group.layout.dtype is torch.bfloat16 and (kind.exact or kind.trainable):
@@ -256,12 +285,10 @@ def _fill(
     owned = {segment.slot: segment for segment in group.owned_segments()}
     with torch.no_grad():
         for slot, entry in enumerate(unit.entries):
-            value = whole_value(entry)
-            if value is not None and ranks.size > 1:
-                value = value.to(group.flat.device).contiguous()
-                ranks.broadcast(value)
+            value, place = values.take(entry), group.layout.slots[slot]
             if group.flat_is_home and value is not None:
-                group.view_of(slot).copy_(rounded(value, group.layout.dtype))
+                part = rounded(place.range_of(value), group.layout.dtype)
+                group.view_of(slot).copy_(part.view(place.view_shape))
             elif group.flat_is_home:
                 group.view_of(slot).fill_(float("nan") if group.layout.dtype.is_floating_point else 0)
             if slot in owned:
@@ -269,8 +296,7 @@ def _fill(
                 if value is None:
                     clear_master(group, segment.shard_start, segment.numel)
                 else:
-                    flat = value.reshape(-1)[segment.start : segment.start + segment.numel]
-                    write_master(group, segment.shard_start, flat)
+                    write_master(group, segment.shard_start, value[segment.start : segment.start + segment.numel])
             if entry.param.is_meta:  # a meta tensor cannot be given real data: exchange what is inside the object
                 real = nn.Parameter(
                     torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad

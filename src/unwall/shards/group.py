@@ -21,6 +21,7 @@ from unwall.native.library import DiskError
 from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.layout import Layout, Segment
+from unwall.shards.local import show
 from unwall.shards.placement import Home
 from unwall.shards.store import Pending, Staging, Store
 from unwall.tiers.block import Region
@@ -85,7 +86,7 @@ class Group:
         self.states: dict[str, Store] = {}
         self._flat_block = tiers.device.allocate(layout.flat_bytes, f"parameters of {name}")
         self.flat = self._flat_block.view(layout.dtype)
-        self._views = [self.flat[slot.offset : slot.end].view(slot.shape) for slot in layout.slots]
+        self._views = [self.flat[slot.offset : slot.end].view(slot.view_shape) for slot in layout.slots]
         if self.evictable:
             tiers.device.deflate(self._flat_block)
         self.param: Store | None = None
@@ -154,8 +155,8 @@ class Group:
 
     def attach(self) -> None:
         """Parameters become views of the flat buffer, which holds their values."""
-        for param, view in zip(self.params, self._views, strict=True):
-            param.data = view
+        for slot in range(len(self.params)):
+            self._attach_one(slot)
         self.residence = Residence.RESIDENT
 
     def drop(self) -> None:
@@ -207,17 +208,22 @@ class Group:
         self.residence = Residence.ABSENT
 
     def detach_one(self, slot: int) -> None:
-        self.params[slot].data = self._placeholder.expand(self.layout.slots[slot].shape)
+        show(self.params[slot], self._placeholder.expand(self.layout.slots[slot].shape))
+
+    def _attach_one(self, slot: int) -> None:
+        """A parameter that lies in several slots is never shown: whoever computes with it takes the views of its parts."""
+        if self.layout.slots[slot].whole:
+            show(self.params[slot], self._views[slot])
 
     def show(self, slot: int) -> None:
         """A parameter that was lent to the user shows again what its group's residence says."""
-        if self.residence is Residence.RESIDENT:
-            self.params[slot].data = self._views[slot]
+        if self.residence is Residence.RESIDENT and self.layout.slots[slot].whole:
+            self._attach_one(slot)
         else:
             self.detach_one(slot)
 
     def view_of(self, slot: int) -> torch.Tensor:
-        """The parameter's place in the flat buffer, whatever the parameter shows now."""
+        """The slot's place in the flat buffer, whatever the parameter shows now."""
         return self._views[slot]
 
     # -- states this rank owns ----------------------------------------------------------------------------------------
@@ -236,7 +242,8 @@ class Group:
     def owned_segments(self) -> tuple[Segment, ...]:
         """What of each parameter lies in the owned run; ``shard_start`` counts from the run's start."""
         if self.own_numel == self.layout.padded_numel:
-            return tuple(Segment(i, 0, slot.offset, slot.numel) for i, slot in enumerate(self.layout.slots) if slot.numel)
+            slots = enumerate(self.layout.slots)
+            return tuple(Segment(i, slot.start, slot.offset, slot.numel) for i, slot in slots if slot.numel)
         return self.layout.segments(self._ranks.rank)
 
     def state(self, name: str, dtype: torch.dtype, write: bool = True) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """Which parameters move together: groups from a module's structure. Pure decisions over a description of the module."""
 
-from collections.abc import Callable, Hashable
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from unwall.shards.local import local
 
 GROUPS_WANTED = 16
 """A model is cut into at least about this many groups, so that what is in use at once is a small part of it."""
@@ -24,6 +27,12 @@ class Entry:
     kind: Hashable
     """Only parameters of one kind (dtype, trainable or not) share a flat buffer."""
     nbytes: int
+    part: range | None = None
+    """Which elements of the flattened parameter; None: all of them. Parts of one parameter may lie in several groups."""
+
+    @property
+    def label(self) -> str:
+        return self.name if self.part is None else f"{self.name}[{self.part.start}:{self.part.stop}]"
 
 
 @dataclass
@@ -44,12 +53,31 @@ def group_bytes(total_bytes: int, budget_bytes: int | None) -> int:
     return limit if budget_bytes is None else max(1, min(limit, budget_bytes // BUDGET_SHARE))
 
 
-def entries_of(module: nn.Module, kind: Callable[[str, nn.Parameter], tuple[Hashable, torch.dtype]]) -> list[Entry]:
-    """Every parameter once, in registration order, under its first name (a tied one has several)."""
+Cuts = Callable[[str, nn.Parameter], Sequence[int]]
+"""Where a parameter is cut into parts: positions inside the flattened (local) parameter, in rising order."""
+
+
+def uncut(name: str, param: nn.Parameter) -> Sequence[int]:  # noqa: ARG001
+    """Every parameter stays whole."""
+    return ()
+
+
+def entries_of(
+    module: nn.Module, kind: Callable[[str, nn.Parameter], tuple[Hashable, torch.dtype]], cuts: Cuts = uncut
+) -> list[Entry]:
+    """Every parameter once, or each of its parts, in registration order, under its first name (a tied one has several)."""
     found = []
     for name, param in module.named_parameters():
         key, dtype = kind(name, param)
-        found.append(Entry(name, param, key, param.numel() * dtype.itemsize))
+        numel, places = local(param).numel(), list(cuts(name, param))
+        if not places:
+            found.append(Entry(name, param, key, numel * dtype.itemsize))
+            continue
+        edges = [0, *places, numel]
+        if edges != sorted(set(edges)):
+            raise ValueError(f"{name} has {numel} elements and cannot be cut at {places}: rising positions inside are needed")
+        for start, stop in itertools.pairwise(edges):
+            found.append(Entry(name, param, key, (stop - start) * dtype.itemsize, range(start, stop)))
     return found
 
 
@@ -60,7 +88,10 @@ def build_groups(module: nn.Module, entries: list[Entry], limit_bytes: int) -> l
     kind are then joined. So a transformer block becomes one group, a huge one several, and all norms kept in fp32 one.
     """
     units: list[Unit] = []
-    _cut(module, "", {id(entry.param): entry for entry in entries}, limit_bytes, units)
+    left: dict[int, list[Entry]] = {}
+    for entry in entries:
+        left.setdefault(id(entry.param), []).append(entry)
+    _cut(module, "", left, limit_bytes, units)
     by_kind: dict[Hashable, list[Unit]] = {}
     for unit in units:
         for entry in unit.entries:
@@ -71,22 +102,32 @@ def build_groups(module: nn.Module, entries: list[Entry], limit_bytes: int) -> l
     groups: list[Unit] = []
     for parts in by_kind.values():
         groups += _join_small(parts, limit_bytes)
-    order = {entry.name: position for position, entry in enumerate(entries)}
-    return sorted(groups, key=lambda unit: order[unit.entries[0].name])
+    order = {entry.label: position for position, entry in enumerate(entries)}
+    return sorted(groups, key=lambda unit: order[unit.entries[0].label])
 
 
-def _cut(module: nn.Module, name: str, left: dict[int, Entry], limit_bytes: int, units: list[Unit]) -> None:
-    inside = [left[id(param)] for param in module.parameters() if id(param) in left]
+def _cut(module: nn.Module, name: str, left: dict[int, list[Entry]], limit_bytes: int, units: list[Unit]) -> None:
+    inside = [entry for param in module.parameters() for entry in left.get(id(param), ())]
     if not inside:
         return
     if sum(entry.nbytes for entry in inside) <= limit_bytes or not any(module.children()):
-        units.append(Unit(name, [left.pop(id(entry.param)) for entry in inside]))
+        units += _own_units(name, inside, limit_bytes)
+        for entry in inside:
+            left.pop(id(entry.param), None)
         return
-    own = [left.pop(id(param)) for param in module.parameters(recurse=False) if id(param) in left]
-    if own:
-        units.append(Unit(name, own))
+    own = [entry for param in module.parameters(recurse=False) for entry in left.pop(id(param), ())]
+    units += _own_units(name, own, limit_bytes)
     for child_name, child in module.named_children():
         _cut(child, f"{name}.{child_name}" if name else child_name, left, limit_bytes, units)
+
+
+def _own_units(name: str, entries: list[Entry], limit_bytes: int) -> list[Unit]:
+    """Parameters that stay together, and each part of one that was cut as a unit of its own (where they do not fit)."""
+    if sum(entry.nbytes for entry in entries) <= limit_bytes:
+        return [Unit(name, entries)] if entries else []
+    whole = [entry for entry in entries if entry.part is None]
+    parts = [Unit(entry.label, [entry]) for entry in entries if entry.part is not None]
+    return ([Unit(name, whole)] if whole else []) + parts
 
 
 def _join_small(parts: list[Unit], limit_bytes: int) -> list[Unit]:

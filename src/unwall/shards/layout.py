@@ -14,20 +14,47 @@ SLOT_BYTES = 128
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer."""
+    """A range of one parameter, most often all of it, and its place in the flat buffer. All in elements.
+
+    Where a parameter is spread over several ranks by tensor parallelism, "the parameter" is this rank's local part of it.
+    """
 
     name: str
     shape: torch.Size
+    """Of the whole parameter."""
     offset: int
-    """In elements."""
+    """In the flat buffer."""
+    start: int = 0
+    """First element of the range, counted in the flattened parameter."""
+    length: int | None = None
+    """Elements of the range. None: all."""
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) if self.length is None else self.length
 
     @property
     def end(self) -> int:
         return self.offset + self.numel
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the parameter is here. Otherwise the parameter lies in several slots, of one group or of several."""
+        return self.numel == math.prod(self.shape)
+
+    @property
+    def view_shape(self) -> torch.Size:
+        """What the range looks like: the parameter, some of its rows, or a run of elements."""
+        if self.whole:
+            return self.shape
+        row = math.prod(self.shape[1:])
+        if row and self.start % row == 0 and self.numel % row == 0:
+            return torch.Size((self.numel // row, *self.shape[1:]))
+        return torch.Size((self.numel,))
+
+    def range_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The slot's part of a flattened parameter (or of a gradient, or a state of it)."""
+        return flat[self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)
@@ -35,7 +62,7 @@ class Segment:
     """The part of a parameter that lies in one rank's shard. All in elements."""
 
     slot: int
-    """Index of the parameter in its group."""
+    """Index of the slot in its group."""
     start: int
     """First element, counted in the flattened parameter."""
     shard_start: int
@@ -72,17 +99,25 @@ class Layout:
         for index, slot in enumerate(self.slots):
             start, end = max(slot.offset, low), min(slot.end, high)
             if start < end:
-                found.append(Segment(index, start - slot.offset, start - low, end - start))
+                found.append(Segment(index, slot.start + start - slot.offset, start - low, end - start))
         return tuple(found)
 
 
-def build_layout(names: Sequence[str], shapes: Sequence[torch.Size], dtype: torch.dtype, world_size: int) -> Layout:
-    """Lays parameters end to end in the given order."""
+def build_layout(
+    names: Sequence[str],
+    shapes: Sequence[torch.Size],
+    dtype: torch.dtype,
+    world_size: int,
+    ranges: Sequence[range | None] | None = None,
+) -> Layout:
+    """Lays parameters end to end in the given order. ``ranges``: which elements of each, None for all of them."""
     step = max(1, SLOT_BYTES // dtype.itemsize)
-    slots, offset = [], 0
-    for name, shape in zip(names, shapes, strict=True):
-        slots.append(Slot(name, torch.Size(shape), offset))
-        offset = align_up(offset + math.prod(shape), step)
+    slots: list[Slot] = []
+    offset = 0
+    for name, shape, part in zip(names, shapes, ranges or [None] * len(names), strict=True):
+        start, length = (0, None) if part is None else (part.start, len(part))
+        slots.append(Slot(name, torch.Size(shape), offset, start, length))
+        offset = align_up(slots[-1].end, step)
     # A shard is a multiple of ALIGNMENT bytes in every representation, the 2-byte ones included.
     unit = ALIGNMENT // 2 * world_size
     return Layout(tuple(slots), dtype, world_size, max(unit, align_up(offset, unit)))
