@@ -39,8 +39,9 @@ def rank_and_world() -> tuple[int, int]:
 class RankPool:
     """A fixed number of rank processes. After a failure they are replaced: their collectives may be out of step."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self._backend = backend
         self._processes: list[mp.Process] = []
         self._pipes: list[connection.Connection] = []
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -77,7 +78,8 @@ class RankPool:
         self._folder = tempfile.TemporaryDirectory(prefix="unwall-ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, self._folder.name, theirs), daemon=True)
+            args = (rank, self.world_size, self._folder.name, theirs, self._backend)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()  # so that a rank that dies closes the pipe
             self._processes.append(process)
@@ -131,14 +133,22 @@ def _stack_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack-{rank}"
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection) -> None:
+def _share_one_gpu(rank: int) -> None:
+    """NCCL refuses two ranks on one GPU only where host and bus are the same: each rank says that it is a host of its own."""
+    os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0)
+
+
+def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection, backend: str) -> None:
     """A rank's life: one request after the other until the pool closes the pipe."""
     with _stack_path(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if backend == "nccl":
+            _share_one_gpu(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
