@@ -139,3 +139,46 @@ def test_a_file_in_place_of_a_directory(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"disk directory .*file is not a directory"):
         claim(tmp_path / "file", 0)
+
+
+def leftover_name(directory: Path) -> str:
+    """The name of a file that a dead process of this machine could have left."""
+    owned, _ = claim(directory, 0)
+    owned.release()
+    return owned.path.name
+
+
+def test_only_files_of_exactly_our_names_and_kind_are_removed(tmp_path):
+    name = leftover_name(tmp_path)
+    machine = name.split("-")[1]
+    theirs = ["unwall-mydata.tier", f"unwall-{machine}-1-1.tier", name.replace(machine, "0" * 8), f"{name}.tier"]
+    for other in theirs:
+        (tmp_path / other).write_bytes(b"precious")
+    kept = tmp_path / "kept"
+    kept.write_bytes(b"precious")
+    (tmp_path / name).symlink_to(kept)
+    os.mkfifo(tmp_path / name.replace("-0.tier", "-7.tier"))
+    before = names(tmp_path)
+    owned, removed = claim(tmp_path, 0)
+    owned.release()
+    assert not removed
+    assert names(tmp_path) == before
+    assert kept.read_bytes() == b"precious"
+
+
+def test_a_file_of_another_user_is_not_removed(tmp_path, monkeypatch):
+    name = leftover_name(tmp_path)
+    (tmp_path / name).touch()
+    monkeypatch.setattr(module.os, "getuid", lambda: 12345)
+    owned, removed = claim(tmp_path, 1)
+    owned.release()
+    assert not removed
+    assert names(tmp_path) == {name}
+
+
+def test_a_file_that_was_swapped_for_another_is_left_alone(tmp_path):
+    owned, _ = claim(tmp_path, 0)
+    owned.path.unlink()
+    owned.path.write_bytes(b"somebody's")
+    owned.release()
+    assert owned.path.read_bytes() == b"somebody's"

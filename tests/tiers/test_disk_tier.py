@@ -1,5 +1,6 @@
 """The disk tier: directories, budget and growth, churn, and the end of its files."""
 
+import ctypes
 import gc
 import os
 import random
@@ -10,7 +11,10 @@ import pytest
 from tier_tools import KIB, MIB, PAGE, Tiers, pattern, tmpfs
 
 from unwall.native.disk import DiskEngine
+from unwall.native.memory import HostMemory
+from unwall.tiers import disk as disk_module
 from unwall.tiers.block import DiskBlock, FreedError
+from unwall.tiers.claim import claim
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.links import Links
@@ -248,3 +252,37 @@ def test_a_process_killed_in_mid_write_is_cleaned_up_at_the_next_start(child, ti
     again.close()
     assert list(tmp_path.iterdir()) == tiers.disk.paths
     assert tiers.content(block).equal(pattern(PAGE))
+
+
+def test_a_link_put_in_place_of_the_claimed_file_is_not_followed(tmp_path, monkeypatch):
+    """Between claiming a file and using it, whoever may write to the directory may swap its name."""
+    folder, victim = tmp_path / "scratch", tmp_path / "victim"
+    folder.mkdir()
+    victim.write_bytes(b"precious data\n")
+
+    def claim_and_lose(directory, rank):
+        owned, removed = claim(directory, rank)
+        owned.path.unlink()
+        owned.path.symlink_to(victim)
+        return owned, removed
+
+    monkeypatch.setattr(disk_module, "claim", claim_and_lose)
+    tier = DiskTier([folder])
+    block = tier.zeros(1 << 16, "states")
+    memory = HostMemory(1 << 16)
+    ctypes.memset(memory.address, 7, 1 << 16)
+    for ticket in tier.write(block, 0, memory.address, 1 << 16, keep=memory):
+        ticket.wait()
+    ctypes.memset(memory.address, 0, 1 << 16)
+    for ticket in tier.read(block, 0, memory.address, 1 << 16, keep=memory):
+        ticket.wait()
+    assert bytes(memory.buffer()) == b"\7" * (1 << 16)
+    tier.close()
+    assert victim.read_bytes() == b"precious data\n"
+
+
+def test_the_engine_refuses_a_link(tmp_path):
+    (tmp_path / "file").write_bytes(b"\0" * 4096)
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with DiskEngine() as engine, pytest.raises(OSError, match="cannot open the file"):
+        engine.open(tmp_path / "link", create=False)

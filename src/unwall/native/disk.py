@@ -70,9 +70,8 @@ def _warn_buffered(paths: Sequence[str]) -> None:
             )
 
 
-def _covered_bytes(paths: Sequence[str], stripe_bytes: int) -> int:
-    """The logical size of existing files: up to the first byte that one of them lacks. As the library computes it."""
-    sizes = [os.stat(path).st_size for path in paths]
+def _covered_bytes(sizes: Sequence[int], stripe_bytes: int) -> int:
+    """The logical size of files of these sizes: up to the first byte that one of them lacks. As the library computes it."""
     if len(sizes) == 1:
         return sizes[0]
     return min(
@@ -200,12 +199,16 @@ class DiskEngine:
         size_bytes: int = 0,
         stripe_bytes: int = 4 << 20,
         create: bool = True,
+        descriptors: Sequence[int] | None = None,
     ) -> DiskFile:
-        """Opens one logical file striped over ``paths`` (one a drive) in units of ``stripe_bytes``.
+        """Opens one logical file striped over ``paths`` (one per drive) in units of ``stripe_bytes``.
 
         ``size_bytes`` is reserved on disk at once, so a full disk is met here; 0 takes the files as they are. A missing
-        file is created when ``create`` says so. Falls back to buffered access, with one warning a directory, where the
+        file is created when ``create`` says so. Falls back to buffered access, with one warning per directory, where the
         file system refuses O_DIRECT.
+
+        ``descriptors``: the files, open already (one for each path). Then these are used, whatever the paths mean by now.
+        Without them a path that is a symbolic link is refused.
         """
         names = [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
         if any("\0" in name for name in names):
@@ -216,6 +219,7 @@ class DiskEngine:
             ctypes.c_int,
             ctypes.c_void_p,
             ctypes.POINTER(ctypes.c_char_p),
+            ctypes.POINTER(ctypes.c_int32),
             ctypes.c_int32,
             ctypes.c_int64,
             ctypes.c_int64,
@@ -224,14 +228,16 @@ class DiskEngine:
             _Record,
         )
         array = (ctypes.c_char_p * len(names))(*[os.fsencode(name) for name in names])
+        held = None if descriptors is None else (ctypes.c_int32 * len(names))(*descriptors)
         arguments = (len(names), stripe_bytes, size_bytes, int(create), ctypes.byref(direct), ctypes.byref(record))
-        file_id = call(self._live(), array, *arguments)
+        file_id = call(self._live(), array, held, *arguments)
         if file_id < 0:
             raise record.exception()
         if not direct.value:
             self._direct = False
             _warn_buffered(names)
-        return DiskFile(self, file_id, tuple(names), size_bytes or _covered_bytes(names, stripe_bytes), bool(direct.value))
+        sizes = [os.stat(file).st_size for file in (names if descriptors is None else descriptors)]
+        return DiskFile(self, file_id, tuple(names), size_bytes or _covered_bytes(sizes, stripe_bytes), bool(direct.value))
 
     def pending(self) -> int:
         """Blocks waiting or in flight now."""

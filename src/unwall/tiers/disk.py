@@ -1,4 +1,4 @@
-"""The disk tier: one preallocated file a drive and rank, cut into extents."""
+"""The disk tier: one preallocated file per drive and rank, cut into extents."""
 
 import contextlib
 import errno
@@ -62,7 +62,9 @@ class DiskTier:
                 claims.append(owned)
                 self.removed += removed
             self.paths = [owned.path for owned in claims]
-            self._file = self.engine.open(self.paths, stripe_bytes=STRIPE_BYTES, create=False)
+            self._file = self.engine.open(
+                self.paths, stripe_bytes=STRIPE_BYTES, create=False, descriptors=[owned.descriptor for owned in claims]
+            )
         except BaseException:
             _shut(None, owned_engine, claims)
             raise

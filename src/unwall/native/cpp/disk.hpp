@@ -42,8 +42,8 @@ struct Place {
 // is shared by the engine's table and by every request on it, so closing the id leaves requests in flight alone.
 class DiskFile {
  public:
-  static std::shared_ptr<DiskFile> open(const char* const* paths, int n_paths, int64_t stripe_bytes, int64_t size_bytes,
-                                        bool create, uw_error* err);
+  static std::shared_ptr<DiskFile> open(const char* const* paths, const int32_t* descriptors, int n_paths, int64_t stripe_bytes,
+                                        int64_t size_bytes, bool create, uw_error* err);
   explicit DiskFile(int64_t stripe_bytes) : stripe_bytes_(stripe_bytes) {}
   ~DiskFile();
   DiskFile(const DiskFile&) = delete;
@@ -56,7 +56,7 @@ class DiskFile {
   const std::string& path() const { return parts_.front().path; }
 
  private:
-  bool add_part(const char* path, bool create, uw_error* err);
+  bool add_part(const char* path, int descriptor, bool create, uw_error* err);
   bool allocate(int64_t size_bytes, uw_error* err);
   void restore();
   int64_t part_bytes(int64_t size_bytes, int64_t index) const;

@@ -147,14 +147,14 @@ int uw_disk_close(uw_disk* disk) {
   });
 }
 
-int uw_disk_open(uw_disk* disk, const char* const* paths, int32_t n_paths, int64_t stripe_bytes, int64_t size_bytes,
-                 int32_t create, int32_t* direct, uw_error* err) {
+int uw_disk_open(uw_disk* disk, const char* const* paths, const int32_t* descriptors, int32_t n_paths, int64_t stripe_bytes,
+                 int64_t size_bytes, int32_t create, int32_t* direct, uw_error* err) {
   return guarded(-ENOMEM, err, [&]() -> int {
     uw_error error = no_error();
     auto engine = live(disk, &error);
     std::shared_ptr<DiskFile> file;
     if (engine && valid_layout(paths, n_paths, stripe_bytes, &error) && valid_size(size_bytes, &error)) {
-      file = DiskFile::open(paths, n_paths, stripe_bytes, size_bytes, create != 0, &error);
+      file = DiskFile::open(paths, descriptors, n_paths, stripe_bytes, size_bytes, create != 0, &error);
     }
     const bool took_direct = file && file->direct();
     const int id = file ? engine->add_file(std::move(file)) : -error.code;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <string>
 
 #include "disk.hpp"
 
@@ -22,7 +23,8 @@ bool DiskFile::direct() const {
 }
 
 // Creation is a step of its own: a file system that refuses O_DIRECT may have made the file before it says so.
-bool DiskFile::add_part(const char* path, bool create, uw_error* err) {
+// `descriptor` >= 0: the file behind it, whatever `path` means by now (/proc is the kernel's way to open a descriptor again).
+bool DiskFile::add_part(const char* path, int descriptor, bool create, uw_error* err) {
   parts_.emplace_back();
   Part& part = parts_.back();
   part.path = path;
@@ -30,19 +32,22 @@ bool DiskFile::add_part(const char* path, bool create, uw_error* err) {
     report(err, file_error(code, 0, part.path, -1, -1, what));
     return false;
   };
-  if (create) {
+  const bool held = descriptor >= 0;
+  const std::string target = held ? "/proc/self/fd/" + std::to_string(descriptor) : part.path;
+  const int flags = O_RDWR | O_CLOEXEC | (held ? 0 : O_NOFOLLOW);
+  if (create && !held) {
     part.fd = ::open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (part.fd < 0 && errno != EEXIST) return fail(errno, "cannot create the file");
     part.created = part.fd >= 0;
   }
-  int direct = ::open(path, O_RDWR | O_CLOEXEC | O_DIRECT);
+  int direct = ::open(target.c_str(), flags | O_DIRECT);
   if (direct >= 0) {
     if (part.fd >= 0) ::close(part.fd);
     part.fd = direct;
     part.direct = true;
   } else if (errno != EINVAL && errno != EOPNOTSUPP) {
     return fail(errno, "cannot open the file");
-  } else if (part.fd < 0 && (part.fd = ::open(path, O_RDWR | O_CLOEXEC)) < 0) {
+  } else if (part.fd < 0 && (part.fd = ::open(target.c_str(), flags)) < 0) {
     return fail(errno, "cannot open the file");
   }
   struct stat info;
@@ -58,12 +63,14 @@ bool DiskFile::add_part(const char* path, bool create, uw_error* err) {
   return true;
 }
 
-std::shared_ptr<DiskFile> DiskFile::open(const char* const* paths, int n_paths, int64_t stripe_bytes, int64_t size_bytes,
-                                         bool create, uw_error* err) {
+std::shared_ptr<DiskFile> DiskFile::open(const char* const* paths, const int32_t* descriptors, int n_paths,
+                                         int64_t stripe_bytes, int64_t size_bytes, bool create, uw_error* err) {
   auto file = std::make_shared<DiskFile>(stripe_bytes);
   file->parts_.reserve(static_cast<size_t>(n_paths));
   bool ok = true;
-  for (int i = 0; ok && i < n_paths; ++i) ok = file->add_part(paths[i], create, err);
+  for (int i = 0; ok && i < n_paths; ++i) {
+    ok = file->add_part(paths[i], descriptors == nullptr ? -1 : descriptors[i], create, err);
+  }
   if (ok && size_bytes > 0) ok = file->allocate(size_bytes, err);
   if (!ok) {
     file->restore();

@@ -128,11 +128,13 @@ UW_API int uw_disk_has_uring(void);
 UW_API uw_disk* uw_disk_create(const uw_disk_options* options, uw_error* err);
 // Refuses new requests, finishes those in flight, closes the files.
 UW_API int uw_disk_close(uw_disk* disk);
-// One logical file striped over n_paths physical ones (one a drive) in units of stripe_bytes, preallocated to
-// size_bytes in all (0: as it is). O_DIRECT where the file system takes it: *direct tells. Returns a file id >= 0, or
-// -errno with `*err`.
-UW_API int uw_disk_open(uw_disk* disk, const char* const* paths, int32_t n_paths, int64_t stripe_bytes, int64_t size_bytes,
-                        int32_t create, int32_t* direct, uw_error* err);
+// One logical file striped over n_paths physical ones (one per drive) in units of stripe_bytes, preallocated to
+// size_bytes in all (0: as it is). `descriptors`: files that the caller holds open already, one for each path, or NULL.
+// They are opened again through the descriptor, so that whoever changes what a path means changes nothing here; the paths
+// are then only names for messages. Without descriptors a path that is a symbolic link is refused (ELOOP). O_DIRECT where the
+// file system takes it: *direct tells. Returns a file id >= 0, or -errno with `*err`.
+UW_API int uw_disk_open(uw_disk* disk, const char* const* paths, const int32_t* descriptors, int32_t n_paths,
+                        int64_t stripe_bytes, int64_t size_bytes, int32_t create, int32_t* direct, uw_error* err);
 UW_API int uw_disk_resize(uw_disk* disk, int32_t file, int64_t size_bytes, uw_error* err);
 UW_API int uw_disk_close_file(uw_disk* disk, int32_t file, uw_error* err);
 // Offset, address and length are multiples of 4096, length > 0: anything else is refused with EINVAL.
