@@ -202,6 +202,7 @@ def test_drops_free_enough_exactly_when_that_is_possible(entries, nbytes, uses):
                 assert sum(held[group].nbytes for group in allowed) < needed
                 continue
             assert set(drops) <= allowed
+            assert all(held[group].nbytes > 0 for group in drops), "dropped for nothing"
             assert len(set(drops)) == len(drops)
             assert sum(held[group].nbytes for group in drops) >= needed
             assert sum(held[group].nbytes for group in drops[:-1]) < needed or not drops
