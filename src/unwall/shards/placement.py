@@ -162,9 +162,22 @@ def place(
     homes = [ladder[-1] for ladder in ladders]
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
-        limits = [_at_most(ladder, goal) for ladder in ladders]
-        homes = _climb(sizes, limits, homes, "host", lambda trial: _fits_host(sizes, trial, host_budget_bytes))
+        homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
     return homes
+
+
+def _climb_together(
+    sizes: Sequence[Sizes], ladders: Sequence[Sequence[Home]], homes: list[Home], goal: Home, budget_bytes: int | None
+) -> list[Home]:
+    """Raises the groups that are not on the device towards ``goal``: all at once if that fits, otherwise one after the other.
+
+    At once first, because the last group that leaves the disk frees the disk's buffers: with a look at one group at a time a
+    host that holds everything would be taken for too small."""
+    limits = [ladder if home == DEVICE else _at_most(ladder, goal) for ladder, home in zip(ladders, homes, strict=True)]
+    everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
+    if _fits_host(sizes, everyone, budget_bytes):
+        return everyone
+    return _climb(sizes, limits, homes, "host", lambda trial: _fits_host(sizes, trial, budget_bytes))
 
 
 def _climb(
