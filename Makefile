@@ -1,16 +1,20 @@
-# The two commands: `make demo` and `make test`. Each sets everything up on a fresh machine first.
+# `make demo`, `make test` and `make drills` each set everything up on a fresh machine first.
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard src/unwall/native/cpp/*)
 SANITIZER_TESTS ?= tests/native tests/tiers
 
-.PHONY: demo test check native sanitize bench-native clean system
+.PHONY: demo test drills check native sanitize bench-native clean system
 
 demo: .venv/ready
 	$(BIN)/unwall demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not drill"
+
+# The long tests: minutes, at most half an hour.
+drills: .venv/ready
+	$(BIN)/python -m pytest -m drill
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """unwall: train models far larger than the accelerator's memory, without touching the model's code."""
 
+from unwall._version import __version__
 from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
@@ -12,6 +13,7 @@ __all__ = [
     "BudgetError",
     "Plan",
     "PlanError",
+    "__version__",
     "full_params",
     "init",
     "no_sync",

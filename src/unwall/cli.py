@@ -9,15 +9,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unwall._version import __version__
+
 if TYPE_CHECKING:
     from unwall.planner.probe import Progress
 
-app = typer.Typer(help="Train models far larger than the accelerator's memory.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(add_completion=False)
 
 
-@app.callback()
-def main() -> None:
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"unwall {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 - its callback has done it all
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Train models far larger than the accelerator's memory."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -52,24 +67,24 @@ def probe(
 @app.command(context_settings={"ignore_unknown_options": False})
 def plan(
     model: Annotated[str, typer.Argument(help="config.json or its directory, module:function, or a shape such as 80x10240.")],
-    gpus: Annotated[int | None, typer.Option(help="Devices a node that are used. Default: all of them.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Devices used per node. Default: all of them.")] = None,
     nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
     hardware: Annotated[str | None, typer.Option(help="A machine's name, or a .json file. Default: this machine.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples of a step, over all devices. Default: one for each.")] = None,
-    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
-    device_bytes: Annotated[str | None, typer.Option(help="What unwall may hold on a device, such as 20GiB.")] = None,
-    host_bytes: Annotated[str | None, typer.Option(help="What it may hold in host memory, a device.")] = None,
-    disk_bytes: Annotated[str | None, typer.Option(help="What it may hold on disk, a device.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples per step, over all devices. Default: one per device.")] = None,
+    seq: Annotated[int, typer.Option(help="Tokens per sample.")] = 1024,
+    device_bytes: Annotated[str | None, typer.Option(help="What unwall may hold per device, such as 20GiB.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="What it may hold in host memory, per device.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(help="What it may hold on disk, per device.")] = None,
     disk: Annotated[str | None, typer.Option(help="A directory on a fast drive.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
     clip: Annotated[bool, typer.Option(help="Gradients are clipped to a norm.")] = True,
     objective: Annotated[str, typer.Option(help="speed, or memory: the least on the device.")] = "speed",
     vocab: Annotated[int, typer.Option(help="With a shape: tokens of the vocabulary.")] = 0,
-    tiles: Annotated[int, typer.Option(help="With a config or a shape: parameters that each matrix is cut into.")] = 1,
+    tiles: Annotated[int, typer.Option(help="With a config or a shape: how many parameters each matrix is cut into.")] = 1,
     offload_activations: Annotated[
         bool, typer.Option("--offload-activations", help="Checkpoints on the host: not built yet.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw bytes a tier and seconds a resource to this .svg file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw bytes per tier and seconds per resource to this .svg file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the sharding code for each rank, without memory.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -123,7 +138,7 @@ def _console() -> Any:
 
 @contextmanager
 def _said_plainly() -> Iterator[None]:
-    """What a user can mend is said in a line, with a non-zero exit and without a stack trace."""
+    """An error that a user can mend becomes one line and a non-zero exit, without a stack trace."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:

@@ -1,8 +1,9 @@
-"""What a sharded model did and holds: bytes a tier, bytes a link, elements in collectives."""
+"""What a sharded model did and holds: bytes per tier, bytes per link, elements in collectives."""
 
 from dataclasses import dataclass, replace
 
 from unwall.runtime.engine import Engine, Speculated
+from unwall.runtime.stats_table import stats_line, stats_table
 from unwall.tiers.meter import LinkMeter, LinkStats
 
 
@@ -14,6 +15,7 @@ class TierStats:
     peak_bytes: int
     """Since the last reset."""
     budget_bytes: int | None
+    """What the plan allows. None: the plan names no limit."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class CollectiveStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot. ``reset`` makes the counters of the model start anew; live bytes stay what they are."""
+    """A snapshot: ``print`` it for a table. ``reset`` makes the model's counters start anew; live bytes stay what they are."""
 
     tiers: dict[str, TierStats]
     links: dict[str, LinkStats]
@@ -44,6 +46,12 @@ class Stats:
         """What a step writes to disk on average: what wears a drive out."""
         written = self.links.get("host>disk")
         return 0.0 if written is None else written.moved_bytes / max(1, self.steps)
+
+    def __str__(self) -> str:
+        return stats_table(self)
+
+    def __repr__(self) -> str:
+        return stats_line(self)
 
     def reset(self) -> None:
         """The counters start anew."""

@@ -1,0 +1,45 @@
+"""What people expect of an installed package: a version in one place, ``python -m unwall``, types, a licence."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+import unwall
+from unwall.cli import app
+
+ROOT = Path(__file__).parent.parent
+SOURCES = Path(unwall.__file__).parent
+
+
+def test_the_version_is_written_once_and_pyproject_reads_it_from_there():
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in described["project"]
+    (source,) = [entry["input"] for entry in described["tool"]["dynamic-metadata"] if entry["field"] == "version"]
+    assert f'__version__ = "{unwall.__version__}"' in (ROOT / source).read_text()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", unwall.__version__)
+
+
+def test_the_command_by_its_module_where_nothing_is_installed(tmp_path):
+    """Run elsewhere, with the sources on the path alone."""
+    command = [sys.executable, "-m", "unwall", "--version"]
+    environment = os.environ | {"PYTHONPATH": str(SOURCES.parent)}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == f"unwall {unwall.__version__}\n"
+
+
+def test_no_arguments_are_help_and_an_unknown_command_is_an_error():
+    shown = CliRunner().invoke(app, [])
+    assert shown.exit_code == 0
+    assert all(command in shown.output for command in ("demo", "probe", "plan", "--version"))
+    assert CliRunner().invoke(app, ["trian"]).exit_code == 2
+
+
+def test_types_and_licence_are_in_place():
+    assert (SOURCES / "py.typed").is_file()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
