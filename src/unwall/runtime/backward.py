@@ -105,7 +105,7 @@ class Backward:
                 self._open_calls[index] -= 1
                 self._unpin_if_done(index)
 
-    def unpacking(self, index: int) -> None:
+    def reading(self, index: int) -> None:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
         if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
             self.pin(index)

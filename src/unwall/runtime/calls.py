@@ -17,7 +17,7 @@ class Frame:
         self.places: set[Place] = set()
         """Trainable parameters it reads."""
         self.saved = saved
-        """The hooks for saved tensors that are there for as long as it runs."""
+        """The hooks for saved tensors that are there for as long as it runs, if it is the outermost call."""
 
 
 class Call:

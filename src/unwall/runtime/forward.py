@@ -25,7 +25,7 @@ class Forward:
     def __init__(
         self, executor: Executor, ranks: Ranks, places: Places, backward: Backward, beginning: Callable[[], None]
     ) -> None:
-        self.saved = SavedTensors(executor.groups, backward.unpacking)
+        self.saved = SavedTensors(executor.groups, backward.reading)
         self._executor = executor
         self._ranks = ranks
         self._places = places
@@ -35,15 +35,20 @@ class Forward:
 
     @property
     def running(self) -> bool:
-        """Whether a call is on the stack."""
-        return bool(self._frames)
+        """Whether a parameter that is looked up now may be read for the model: a call is on the stack, or a checkpoint
+        recomputes something of a call that has ended."""
+        return bool(self._frames) or torch._C._current_graph_task_id() != -1
 
     def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
-        outermost = not self._frames
-        if outermost and torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
-            self._begin_pass()
-        frame = Frame(module, self.saved.watch(outermost=outermost))
+        pair = None
+        if self._frames:
+            self.saved.cover()
+        else:
+            if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
+                self._begin_pass()
+            pair = self.saved.watch()
+        frame = Frame(module, pair)
         self._frames.append(frame)
         for index in groups:
             self._read(frame, index)
@@ -52,14 +57,18 @@ class Forward:
 
     def touched(self, param: nn.Parameter) -> None:
         """A parameter is looked up on its module: someone in the innermost running call is about to read it."""
-        frame = self._frames[-1]
+        self.saved.cover()
+        frame = self._frames[-1] if self._frames else None
         trains = param.requires_grad and torch.is_grad_enabled()
         for place in self._places[id(param)]:
-            if place.group not in frame.groups:
+            if frame is None:
+                self._backward.reading(place.group)
+            elif place.group not in frame.groups:
                 self._read(frame, place.group)
             if trains:
                 self._backward.expect(place)
-                frame.places.add(place)
+                if frame is not None:
+                    frame.places.add(place)
         if trains:
             self._backward.take_gradients_of(param)  # it may have been frozen when the model was sharded
 

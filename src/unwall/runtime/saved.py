@@ -8,9 +8,9 @@ here, and the group is made resident first. Only where groups come and go at all
 [Note: layers]
 PyTorch applies only the innermost pair of default hooks. So a pair of ours takes the one it covers as its first layer: what is
 saved goes through the layers in order and comes back in reverse, and the hooks of the user (``save_on_cpu``), of a checkpoint
-or of another sharded model see each tensor as often as they would without us. A pair that is pushed inside the model covers
-ours; the next module call covers it in turn, until that call ends. What the module that pushed it computes itself, outside of
-such calls, goes through its pair alone: that module's groups are announced by its outputs, as any others.
+or of another sharded model see each tensor as often as they would without us. The model's outermost call pushes our pair, over
+what is around the model. A pair that is pushed inside the model covers ours: the next module call or lookup of a parameter
+puts one of ours, with that pair as a layer, in its place. Whoever pushed it pops that, as pops do not look at what they pop.
 
 Autograd compares versions only of what goes through no hooks at all. So that is done here where there are none but ours:
 a tensor that was changed since it was saved is an error.
@@ -67,10 +67,10 @@ class Versions:
 
 
 class SavedTensors:
-    """See [Note: saved tensors]. ``unpacking`` is told of each group before backward gets a tensor of it."""
+    """See [Note: saved tensors]. ``reading`` is told of each group before backward gets a tensor of it."""
 
-    def __init__(self, groups: Sequence[Group], unpacking: Callable[[int], None]) -> None:
-        self.unpacking = unpacking
+    def __init__(self, groups: Sequence[Group], reading: Callable[[int], None]) -> None:
+        self.reading = reading
         self.layers: list[Layer] = []
         """What saved tensors go through after the user's hooks, if there are any."""
         self._versions = Versions(self._name_of)
@@ -88,34 +88,47 @@ class SavedTensors:
             return None  # sparse tensors and their like have no storage of their own
         return self._flats.get(tensor.untyped_storage()._cdata)
 
-    def watch(self, *, outermost: bool) -> "Pair | None":
+    def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
         if not self._flats and not self.layers:
             return None
-        if _top is None:
-            return self._pushed(None) if outermost else None
-        top = _top(True)
-        if top is None:
-            return self._pushed(None)
-        owner = getattr(top[0], "__self__", None)
-        return None if isinstance(owner, Pair) and owner.saved is self else self._pushed(Hooks(*top))
-
-    def _pushed(self, covered: Hooks | None) -> "Pair":
-        pair = Pair(self, (*self.layers, self._versions) if covered is None else (covered, *self.layers))
+        top = None if _top is None else _top(True)
+        if self._is_ours(top):
+            return None
+        pair = self._over(top)
         _push(pair.pack, pair.unpack)
         return pair
 
+    def cover(self) -> None:
+        """Inside a watched call: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
+        if _top is None or (not self._flats and not self.layers):
+            return
+        top = _top(True)
+        if top is not None and not self._is_ours(top):
+            pair = self._over(top)
+            _pop()
+            _push(pair.pack, pair.unpack)
+
     def unwatch(self, pair: "Pair") -> None:
         """Ends what ``watch`` began. Pairs that someone pushed since and has not popped yet stay."""
-        above = []
-        if _top is not None:
-            while (top := _top(True)) is not None and getattr(top[0], "__self__", None) is not pair:
-                above.append(top)
-                _pop()
-        if _top is None or top is not None:
+        above: list[Any] = []
+        top = None if _top is None else _top(True)
+        while top is not None and getattr(top[0], "__self__", None) is not pair:
+            above.append(top)
+            _pop()
+            assert _top is not None
+            top = _top(True)
+        if top is not None or _top is None:
             _pop()
         for pack, unpack in reversed(above):
             _push(pack, unpack)
+
+    def _is_ours(self, top: Any) -> bool:
+        owner = None if top is None else getattr(top[0], "__self__", None)
+        return isinstance(owner, Pair) and owner.saved is self
+
+    def _over(self, top: Any) -> "Pair":
+        return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         index = self.group_of(tensor)
@@ -140,10 +153,10 @@ class Pair:
     def unpack(self, packed: tuple[int | None, Any]) -> Any:
         index, value = packed
         if index is not None:
-            self.saved.unpacking(index)  # first: hooks may read what they kept of the flat buffer
+            self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):
             value = layer.unpack(value)
         found = self.saved.group_of(value) if isinstance(value, torch.Tensor) else None
         if found is not None:  # also where hooks gave back another tensor than they got, or recomputed it meanwhile
-            self.saved.unpacking(found)
+            self.saved.reading(found)
         return value
