@@ -52,7 +52,8 @@ def test_each_model_frees_its_own_of_an_optimizer_over_two():
     optimizer.step()
     unwall.stats(first), unwall.stats(second)
     held = host_bytes(first), host_bytes(second)
-    assert held[0] > before[0] and held[1] > before[1]
+    assert held[0] > before[0]
+    assert held[1] > before[1]
     del optimizer
     gc.collect()
     unwall.stats(first)

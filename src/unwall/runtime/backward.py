@@ -65,9 +65,12 @@ class Backward:
             param.register_post_accumulate_grad_hook(self._on_gradient)
             self._hooked.add(id(param))
 
-    def expect(self, place: Place) -> None:
+    def expect(self, param: nn.Parameter, places: tuple[Place, ...]) -> None:
         """Forward reads a trainable parameter: its gradient may come."""
-        self._awaiting[place.group].add(place.slot)
+        for place in places:
+            self._awaiting[place.group].add(place.slot)
+        if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
+            self.take_gradients_of(param)
 
     def expects(self, index: int) -> bool:
         """Whether gradients of a group may come."""
@@ -87,8 +90,8 @@ class Backward:
         task = self._note_task()
         if call.task != task:  # a graph may be used by several backwards
             call.task = task
-            for place in call.places:
-                self.expect(place)
+            for index, slot in call.places:
+                self._awaiting[index].add(slot)
         for index in call.groups:
             self.pin(index)
         if not call.started:

@@ -43,7 +43,8 @@ class Forward:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
         pair = None
         if self._frames:
-            self.saved.cover()
+            if self.saved.watching:
+                self.saved.cover()
         else:
             if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
                 self._begin_pass()
@@ -57,20 +58,19 @@ class Forward:
 
     def touched(self, param: nn.Parameter) -> None:
         """A parameter is looked up on its module: someone in the innermost running call is about to read it."""
-        self.saved.cover()
+        if self.saved.watching:
+            self.saved.cover()
         frame = self._frames[-1] if self._frames else None
-        trains = param.requires_grad and torch.is_grad_enabled()
-        for place in self._places[id(param)]:
+        places = self._places[id(param)]
+        for place in places:
             if frame is None:
                 self._backward.reading(place.group)
             elif place.group not in frame.groups:
                 self._read(frame, place.group)
-            if trains:
-                self._backward.expect(place)
-                if frame is not None:
-                    frame.places.add(place)
-        if trains:
-            self._backward.take_gradients_of(param)  # it may have been frozen when the model was sharded
+        if param.requires_grad and torch.is_grad_enabled():
+            self._backward.expect(param, places)
+            if frame is not None:
+                frame.places.update(places)
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward ends, well or with an exception (``output`` is None then)."""

@@ -15,6 +15,9 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
     """Every tensor in nested containers, dataclasses and plain objects, once, those nearest to the surface first.
 
     Level by level, so that what is reachable in several ways is met at its smallest depth and looked at only once."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
     level = [value]
     seen = {id(value): value}  # the object, too: while it lives no other gets its id
     for remaining in range(depth, -1, -1):

@@ -73,6 +73,8 @@ class SavedTensors:
         self.reading = reading
         self.layers: list[Layer] = []
         """What saved tensors go through after the user's hooks, if there are any."""
+        self.watching = False
+        """A pair of ours is in place."""
         self._versions = Versions(self._name_of)
         self._groups = groups
         self._flats = {group.flat.untyped_storage()._cdata: group.index for group in groups if group.evictable}
@@ -92,40 +94,34 @@ class SavedTensors:
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
         if not self._flats and not self.layers:
             return None
-        top = None if _top is None else _top(True)
-        if self._is_ours(top):
+        top = _current()
+        owner = _owner(top)
+        if owner is not None and owner.saved is self:
             return None
         pair = self._over(top)
         _push(pair.pack, pair.unpack)
+        self.watching = True
         return pair
 
     def cover(self) -> None:
-        """Inside a watched call: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
-        if _top is None or (not self._flats and not self.layers):
-            return
-        top = _top(True)
-        if top is not None and not self._is_ours(top):
+        """While watching: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
+        top = _current()
+        if top is not None and _owner(top) is None:  # another sharded model's has ours among its layers
             pair = self._over(top)
             _pop()
             _push(pair.pack, pair.unpack)
 
     def unwatch(self, pair: "Pair") -> None:
         """Ends what ``watch`` began. Pairs that someone pushed since and has not popped yet stay."""
+        self.watching = False
         above: list[Any] = []
-        top = None if _top is None else _top(True)
-        while top is not None and getattr(top[0], "__self__", None) is not pair:
+        while (top := _current()) is not None and _owner(top) is not pair:
             above.append(top)
             _pop()
-            assert _top is not None
-            top = _top(True)
         if top is not None or _top is None:
             _pop()
         for pack, unpack in reversed(above):
             _push(pack, unpack)
-
-    def _is_ours(self, top: Any) -> bool:
-        owner = None if top is None else getattr(top[0], "__self__", None)
-        return isinstance(owner, Pair) and owner.saved is self
 
     def _over(self, top: Any) -> "Pair":
         return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
@@ -160,3 +156,14 @@ class Pair:
         if found is not None:  # also where hooks gave back another tensor than they got, or recomputed it meanwhile
             self.saved.reading(found)
         return value
+
+
+def _current() -> Any:
+    """The pair that autograd applies now, as far as it can be seen."""
+    return None if _top is None else _top(True)
+
+
+def _owner(top: Any) -> Pair | None:
+    """Whose it is, if it is a sharded model's."""
+    found = None if top is None else getattr(top[0], "__self__", None)
+    return found if isinstance(found, Pair) else None
