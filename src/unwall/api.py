@@ -56,7 +56,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     homes = choose_homes(planned, plan, ranks.size, smallest(ranks.every(_room(plan, device.device))))
     tiers = _tiers(plan, sizes_of(planned, plan, ranks.size), homes, device, ranks.rank)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
-    engine = Engine(model, plan, groups, gradients, tiers, ranks)
+    engine = Engine(plan, groups, gradients, tiers, ranks)
     install(engine, model)
     _guard_plain_optimizers()
     return model

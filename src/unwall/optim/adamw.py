@@ -1,7 +1,6 @@
 """AdamW over a sharded model."""
 
 import dataclasses
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
 from unwall.optim.updates import Factor, in_memory
 from unwall.optim.whole import from_rank_0, load_whole_states, own_states, whole_states
-from unwall.runtime.engine import Engine, discarded, free_discarded
+from unwall.runtime.engine import Engine
+from unwall.runtime.leftovers import Leftovers
 from unwall.shards.group import Group
 from unwall.shards.layout import SLOT_BYTES
 from unwall.shards.master import MASTER, REMAINDER
@@ -54,8 +54,10 @@ class AdamW(ShardedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
         self._kept = own_states(self, MOMENTS)
         self._early = EarlyUpdates(update_in_backward)
-        weakref.finalize(self, discarded.append, self._early.shadows.free).atexit = False
-        free_discarded()
+        leftovers = Leftovers(self, self._early.shadows.free)
+        for engine in self.engines():
+            leftovers.note(engine)
+            engine.free_discarded()
         for param in self._params():
             if param.requires_grad:
                 self._make_states(self.place(param)[1])

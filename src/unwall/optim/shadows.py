@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from unwall.runtime.engine import Engine, discarded
+from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, MemoryBlock
@@ -129,9 +129,9 @@ class Shadows:
             pool.append(made)
         return made
 
-    def reclaim(self, wait: bool) -> None:
-        """Gives back all that can be. ``wait``: also those that are in use now, when that has ended."""
-        for shadow in list(self._all()):
+    def reclaim(self, wait: bool, engine: Engine | None = None) -> None:
+        """Gives back all that can be, or all of one engine's. ``wait``: also those in use now, when that has ended."""
+        for shadow in list(self._all(engine)):
             if wait:
                 shadow.stop_user()
             if shadow.idle:
@@ -141,16 +141,19 @@ class Shadows:
         for pool in self._on_disk.values():
             pool[:] = [shadow for shadow in pool if shadow.blocks]
 
-    def free(self) -> None:
-        """The optimizer is gone: gives all of them back. One whose commit waits behind a failed update goes later."""
-        self.reclaim(wait=True)
-        if any(self._all()):
-            discarded.append(self.free)
+    def free(self, engine: Engine) -> None:
+        """The optimizer is gone: gives all of an engine's back. One whose commit waits behind a failed update goes later."""
+        self.reclaim(wait=True, engine=engine)
+        if any(self._all(engine)):
+            engine.discarded.append(self.free)
 
-    def _all(self) -> Iterator[Shadow]:
-        yield from self._of_groups.values()
-        for pool in self._on_disk.values():
-            yield from pool
+    def _all(self, engine: Engine | None) -> Iterator[Shadow]:
+        for group, shadow in self._of_groups.items():
+            if engine is None or group in engine.groups:
+                yield shadow
+        for owner, pool in self._on_disk.items():
+            if engine is None or owner is engine:
+                yield from pool
 
 
 def _shadow(stores: dict[str, Store], tiers: Tiers) -> Shadow | None:

@@ -124,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def place(self, param: nn.Parameter) -> Found:
         engine = engine_of(param)
         assert engine is not None
-        index, slot = engine.places[id(param)]
+        index, slot = engine.places[id(param)][0]
         return engine, engine.groups[index], slot
 
     def _params(self) -> Iterator[nn.Parameter]:

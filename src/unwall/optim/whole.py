@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.runtime.engine import discarded
+from unwall.runtime.engine import Engine
+from unwall.runtime.hooks import engine_of
+from unwall.runtime.leftovers import Leftovers
 from unwall.runtime.whole import whole_run
 from unwall.shards.group import Group
 from unwall.shards.store import Store
@@ -18,9 +20,10 @@ class OwnStates:
     """The states that one optimizer keeps in groups, under names of its own: another optimizer over the same parameters has
     others. They go with the optimizer."""
 
-    def __init__(self, names: tuple[str, ...], number: int) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, names: tuple[str, ...], number: int) -> None:
         self.names = names
         self._number = number
+        self._leftovers = Leftovers(optimizer, self.free)
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()  # what outlives its model must not keep it
 
     def tensor(self, group: Group, name: str, dtype: torch.dtype, write: bool = True) -> torch.Tensor:
@@ -29,15 +32,21 @@ class OwnStates:
 
     def store(self, group: Group, name: str, dtype: torch.dtype) -> Store:
         """The same where it lives."""
-        self._groups.add(group)
+        if group not in self._groups:
+            self._groups.add(group)
+            self._leftovers.note(_engine(group))
         return group.store(f"{name}#{self._number}", dtype)
 
-    def free(self) -> None:
+    def free(self, engine: Engine | None = None) -> None:
+        """Gives the states back, of all groups or of those of one engine."""
         for group in list(self._groups):
+            owner = _engine(group)
+            if engine is not None and owner is not engine:
+                continue
             try:
                 group.pending.settle()
             except Exception:  # reported where the group is used next; tried again there, for which the states are needed
-                discarded.append(self.free)
+                owner.discarded.append(self.free)
                 return
             for name in self.names:
                 if group.has_state(f"{name}#{self._number}"):
@@ -45,14 +54,18 @@ class OwnStates:
             self._groups.discard(group)
 
 
+def _engine(group: Group) -> Engine:
+    engine = engine_of(group.params[0])
+    assert engine is not None
+    return engine
+
+
 _count = itertools.count()
 
 
 def own_states(optimizer: ShardedOptimizer, names: tuple[str, ...]) -> OwnStates:
     """Room for an optimizer's states. Freed when the optimizer is."""
-    states = OwnStates(names, next(_count))
-    weakref.finalize(optimizer, discarded.append, states.free).atexit = False
-    return states
+    return OwnStates(optimizer, names, next(_count))
 
 
 def whole_states(optimizer: ShardedOptimizer, kept: OwnStates) -> dict[int, dict[str, Any]]:

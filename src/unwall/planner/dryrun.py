@@ -159,7 +159,7 @@ def _shard(
     disk = cast(DiskTier, _DiskOnPaper()) if any(home.on_disk for home in homes) else None
     tiers = Tiers(DeviceTier(torch.device("meta"), plan.budget_device_bytes), _HostOnPaper(None, plan.budget_host_bytes), disk)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda _: None)
-    install(Engine(module, plan, groups, gradients, tiers, ranks), module)
+    install(Engine(plan, groups, gradients, tiers, ranks), module)
     optimizer = AdamW(module.parameters())  # its states go with it
     held: dict[TierName, int] = {name: ledger.live_bytes for name, ledger in tiers.ledgers.items()}
     del optimizer

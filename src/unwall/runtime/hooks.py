@@ -58,7 +58,7 @@ class Enter(Hook):
         self._casts = casts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.engine.enter(module, self._groups, self._reads)
+        self.engine.forward.enter(module, self._groups, self._reads)
         return None if self._casts is None else self._casts.inputs(args, kwargs)
 
 
@@ -72,7 +72,7 @@ class Leave(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._casts is not None:
             output = self._casts.outputs(output)
-        self.engine.leave(module, (args, kwargs), output)
+        self.engine.forward.leave(module, (args, kwargs), output)
         return output
 
 
@@ -103,12 +103,13 @@ class Watched(dict[str, Any]):
 
     def __init__(self, engine: Engine, entries: dict[str, Any]) -> None:
         super().__init__(entries)
-        self._engine = engine
+        self._forward = engine.forward
+        self._places = engine.places
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        if param is not None and self._engine.running and id(param) in self._engine.places:
-            self._engine.touched(param)
+        if param is not None and self._forward.running and id(param) in self._places:
+            self._forward.touched(param)
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -121,58 +122,76 @@ class Watched(dict[str, Any]):
         refuse_pickle()
 
 
-class Arrived:
-    """After autograd has accumulated a parameter's gradient. Held by autograd, out of the garbage collector's sight."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        engine = self._engine()
-        assert isinstance(param, nn.Parameter)
-        if engine is not None:
-            engine.arrived(param)
-
-
 def install(engine: Engine, model: nn.Module) -> None:
-    """Puts hooks on every module of the model and on every parameter, and remembers whose they are."""
-    engine.on_gradient = Arrived(engine)
-    for group in engine.groups:
-        for param in group.params:
-            _engines[param] = weakref.ref(engine)
-            engine.hook_gradient(param)
-    compute = engine.plan.compute_dtype
+    """Ties a model to its engine: calls, parameters, gradients, saving and loading, conversions, buffers."""
+    _remember(engine, model)
+    for param in _params(engine):
+        engine.backward.take_gradients_of(param)
     for module, unit in _units(model):
-        _engines[module] = weakref.ref(engine)
-        own = tuple(module.parameters() if unit else module.parameters(recurse=False))
-        groups = tuple(dict.fromkeys(engine.places[id(param)][0] for param in own))
-        unseen = own if unit or isinstance(module, nn.RNNBase) else ()
-        casts = None
-        if compute is not torch.float32 and own and all(_kept_fp32(engine, param) for param in own):
-            casts = Casts(compute, torch.float32, back=True)
-        elif compute is not torch.float32 and (own or module is model):
-            casts = Casts(torch.float32, compute, back=False)
-        module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
-        module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
-        if own and not unit:
-            module.__dict__["_parameters"] = Watched(engine, module._parameters)
+        _follow_calls(engine, module, unit, _casts(engine, module, unit, root=module is model))
+        if not unit:
+            _watch_lookups(engine, module)
     # torch's own would set .grad, which is always None here.
     model.__dict__["zero_grad"] = engine.zero_grad
-    reader = WholeParams(engine)
+    _save_and_load_whole(engine, model)
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
+    _place_buffers(engine, model)
+
+
+def _remember(engine: Engine, model: nn.Module) -> None:
+    """Whose the modules and parameters are, for ``engine_of``."""
+    for param in _params(engine):
+        _engines[param] = weakref.ref(engine)
+    for module, _ in _units(model):
+        _engines[module] = weakref.ref(engine)
+
+
+def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | None) -> None:
+    """Hooks before and after a module's forward."""
+    own = _own(module, unit)
+    groups = tuple(dict.fromkeys(place.group for param in own for place in engine.places[id(param)]))
+    unseen = own if unit or isinstance(module, nn.RNNBase) else ()
+    module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
+    module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
+
+
+def _casts(engine: Engine, module: nn.Module, unit: bool, root: bool) -> Casts | None:
+    """What happens to dtypes at a module's edge."""
+    compute, own = engine.plan.compute_dtype, _own(module, unit)
+    if compute is torch.float32 or not (own or root):
+        return None
+    if own and all(_kept_fp32(engine, param) for param in own):
+        return Casts(compute, torch.float32, back=True)
+    return Casts(torch.float32, compute, back=False)
+
+
+def _watch_lookups(engine: Engine, module: nn.Module) -> None:
+    """A parameter that is read by another module's forward counts as a use by the running call."""
+    if _own(module):
+        module.__dict__["_parameters"] = Watched(engine, module._parameters)
+
+
+def _save_and_load_whole(engine: Engine, model: nn.Module) -> None:
+    """``state_dict`` and ``load_state_dict`` work with whole tensors."""
+    reader = WholeParams(engine)
+    for module in model.modules():
         if module is model or any(param is not None for param in module._parameters.values()):
             hooks = StateDictHooks(engine, reader)
             module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(hooks.before_load)
             module.register_load_state_dict_post_hook(hooks.after_load)
+
+
+def _place_buffers(engine: Engine, model: nn.Module) -> None:
+    """Buffers are whole, on the device. All ranks start from rank 0's."""
     for owner in model.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta:
                 continue
             if buffer.device != engine.device.device:
                 buffer = owner._buffers[name] = buffer.to(engine.device.device)
-            if engine.ranks.size > 1 and buffer.numel():  # all ranks start from rank 0's
+            if engine.ranks.size > 1 and buffer.numel():
                 values = buffer.detach().contiguous().reshape(-1)
                 engine.ranks.broadcast(values.view(torch.uint8))
                 buffer.copy_(values.view(buffer.shape))
@@ -201,7 +220,17 @@ def _convert(
 
 
 def _kept_fp32(engine: Engine, param: nn.Parameter) -> bool:
-    return engine.groups[engine.places[id(param)][0]].layout.dtype is torch.float32
+    return all(engine.groups[place.group].layout.dtype is torch.float32 for place in engine.places[id(param)])
+
+
+def _params(engine: Engine) -> Iterator[nn.Parameter]:
+    for group in engine.groups:
+        yield from group.params
+
+
+def _own(module: nn.Module, unit: bool = False) -> tuple[nn.Parameter, ...]:
+    """A module's own parameters, or all below it where it counts as a whole."""
+    return tuple(module.parameters(recurse=unit))
 
 
 def _units(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[nn.Module, bool]]:

@@ -1,29 +1,48 @@
 """Finding and converting the tensors inside whatever a module takes or returns."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 
 _DEPTH = 8
+_WITHOUT_PARTS = (str, bytes, int, float, type, ModuleType, torch.nn.Module)
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Every tensor in nested containers, dataclasses and plain objects."""
+    """Every tensor in nested containers, dataclasses and plain objects, once, those nearest to the surface first.
+
+    Level by level, so that what is reachable in several ways is met at its smallest depth and looked at only once."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth == 0 or value is None or isinstance(value, str | bytes | int | float | torch.nn.Module):
         return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from tensors_in(item, depth - 1)
+    level = [value]
+    seen = {id(value): value}  # the object, too: while it lives no other gets its id
+    for remaining in range(depth, -1, -1):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif remaining:
+                for part in _parts(item):
+                    if id(part) not in seen:
+                        seen[id(part)] = part
+                        below.append(part)
+        level = below
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a container or an object holds. Nothing of a module, a class or a library: they are not part of a result."""
+    if value is None or isinstance(value, _WITHOUT_PARTS):
+        return ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    held: dict[str, Any] = getattr(value, "__dict__", {})
+    return held.values()
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = _DEPTH) -> Any:

@@ -3,26 +3,81 @@
 [Note: saved tensors]
 Hooks on outputs fetch a group before its backward. Some reads come another way: a detached weight, a graph that is
 differentiated twice, a tensor kept aside on the module. What autograd saved of a flat buffer is therefore unpacked through
-here, and the group is made resident first. Only where groups come and go at all. Autograd does not compare versions of what
-goes through hooks, so that is done here: a tensor that was changed since it was saved is an error.
+here, and the group is made resident first. Only where groups come and go at all.
+
+[Note: layers]
+PyTorch applies only the innermost pair of default hooks. So a pair of ours takes the one it covers as its first layer: what is
+saved goes through the layers in order and comes back in reverse, and the hooks of the user (``save_on_cpu``), of a checkpoint
+or of another sharded model see each tensor as often as they would without us. The model's outermost call pushes our pair, over
+what is around the model. A pair that is pushed inside the model covers ours: the next module call or lookup of a parameter
+puts one of ours, with that pair as a layer, in its place. Whoever pushed it pops that, as pops do not look at what they pop.
+
+Autograd compares versions only of what goes through no hooks at all. So that is done here where there are none but ours:
+a tensor that was changed since it was saved is an error.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from unwall.shards.group import Group
 
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
+_top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""The pair that autograd applies now. Without it (it is private to torch) pairs do not compose: the innermost one wins."""
+
+
+class Layer(Protocol):
+    """One thing that happens to what autograd saves. What a layer before has packed may be no tensor any more."""
+
+    def pack(self, value: Any, /) -> Any: ...
+
+    def unpack(self, packed: Any, /) -> Any: ...
+
+
+class Hooks(NamedTuple):
+    """A pair of hooks that was there before ours, as a layer."""
+
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+class Versions:
+    """The layer that does what autograd does without hooks: keeps the tensor, and refuses one that was changed since."""
+
+    def __init__(self, name_of: Callable[[torch.Tensor], str]) -> None:
+        self._name_of = name_of
+
+    def pack(self, value: Any, /) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value, None
+        # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
+        return value.detach(), None if value.is_inference() else value._version
+
+    def unpack(self, packed: Any, /) -> Any:
+        value, version = packed
+        if version is not None and value._version != version:
+            raise RuntimeError(
+                f"backward needs {self._name_of(value)} as it was in forward, but it has been modified since by an inplace "
+                "operation, or by an optimizer's step: run forward again"
+            )
+        return value
+
 
 class SavedTensors:
-    """See [Note: saved tensors]. ``unpacking`` is told of each group before backward gets a tensor of it."""
+    """See [Note: saved tensors]. ``reading`` is told of each group before backward gets a tensor of it."""
 
-    def __init__(self, groups: Sequence[Group], unpacking: Callable[[int], None]) -> None:
+    def __init__(self, groups: Sequence[Group], reading: Callable[[int], None]) -> None:
+        self.reading = reading
+        self.layers: list[Layer] = []
+        """What saved tensors go through after the user's hooks, if there are any."""
+        self.watching = False
+        """A pair of ours is in place."""
+        self._versions = Versions(self._name_of)
         self._groups = groups
-        self._unpacking = unpacking
         self._flats = {group.flat.untyped_storage()._cdata: group.index for group in groups if group.evictable}
-        self._watching = False
 
     @property
     def streams(self) -> bool:
@@ -31,32 +86,84 @@ class SavedTensors:
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """The group that comes and goes of which this is a view."""
+        if tensor.layout is not torch.strided:
+            return None  # sparse tensors and their like have no storage of their own
         return self._flats.get(tensor.untyped_storage()._cdata)
 
-    def watch(self) -> None:
-        """From now on what is saved goes through here."""
-        if self.streams:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-            self._watching = True
+    def watch(self) -> "Pair | None":
+        """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
+        if not self._flats and not self.layers:
+            return None
+        top = _current()
+        owner = _owner(top)
+        if owner is not None and owner.saved is self:
+            return None
+        pair = self._over(top)
+        _push(pair.pack, pair.unpack)
+        self.watching = True
+        return pair
 
-    def unwatch(self) -> None:
-        if self._watching:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._watching = False
+    def cover(self) -> None:
+        """While watching: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
+        top = _current()
+        if top is not None and _owner(top) is None:  # another sharded model's has ours among its layers
+            pair = self._over(top)
+            _pop()
+            _push(pair.pack, pair.unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
-        return self.group_of(tensor), tensor.detach(), None if tensor.is_inference() else tensor._version
+    def unwatch(self, pair: "Pair") -> None:
+        """Ends what ``watch`` began. Pairs that someone pushed since and has not popped yet stay."""
+        self.watching = False
+        above: list[Any] = []
+        while (top := _current()) is not None and _owner(top) is not pair:
+            above.append(top)
+            _pop()
+        if top is not None or _top is None:
+            _pop()
+        for pack, unpack in reversed(above):
+            _push(pack, unpack)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        index, tensor, version = packed
-        assert isinstance(tensor, torch.Tensor)
-        if version is not None and tensor._version != version:
-            what = "a tensor" if index is None else f"a parameter of group {self._groups[index].name}"
-            raise RuntimeError(
-                f"backward needs {what} as it was in forward, but it has been modified since by an inplace operation, or by an "
-                "optimizer's step: run forward again"
-            )
+    def _over(self, top: Any) -> "Pair":
+        return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        index = self.group_of(tensor)
+        return "a tensor" if index is None else f"a parameter of group {self._groups[index].name}"
+
+
+class Pair:
+    """A pair of default hooks: the guard of flat buffers around some layers. See [Note: layers]."""
+
+    __slots__ = ("_layers", "saved")
+
+    def __init__(self, saved: SavedTensors, layers: tuple[Layer, ...]) -> None:
+        self.saved = saved
+        self._layers = layers
+
+    def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+        value: Any = tensor
+        for layer in self._layers:
+            value = layer.pack(value)
+        return self.saved.group_of(tensor), value
+
+    def unpack(self, packed: tuple[int | None, Any]) -> Any:
+        index, value = packed
         if index is not None:
-            self._unpacking(index)
-        return tensor
+            self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
+        for layer in reversed(self._layers):
+            value = layer.unpack(value)
+        found = self.saved.group_of(value) if isinstance(value, torch.Tensor) else None
+        if found is not None:  # also where hooks gave back another tensor than they got, or recomputed it meanwhile
+            self.saved.reading(found)
+        return value
+
+
+def _current() -> Any:
+    """The pair that autograd applies now, as far as it can be seen."""
+    return None if _top is None else _top(True)
+
+
+def _owner(top: Any) -> Pair | None:
+    """Whose it is, if it is a sharded model's."""
+    found = None if top is None else getattr(top[0], "__self__", None)
+    return found if isinstance(found, Pair) else None

@@ -41,7 +41,7 @@ class WholeParams:
 
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """The parameter as it was given to ``shard``: same shape and dtype. None on ranks that get nothing."""
-        index, slot = self._engine.places[id(param)]
+        index, slot = self._engine.places[id(param)][0]
         group = self._engine.groups[index]
         place = group.layout.slots[slot]
         device = self._engine.device.device if self._everywhere else None
@@ -63,7 +63,7 @@ class WholeParams:
 
 def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
     """Takes a whole value (the same on every rank) into the shards. What was gathered of the group is out of date then."""
-    index, slot = engine.places[id(param)]
+    index, slot = engine.places[id(param)][0]
     group = engine.groups[index]
     engine.version += 1
     with torch.no_grad():
@@ -106,7 +106,7 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
     finally:
         for param in lent:
             engine.lent.discard(id(param))
-            index, slot = engine.places[id(param)]
+            index, slot = engine.places[id(param)][0]
             engine.groups[index].show(slot)
 
 
@@ -139,7 +139,7 @@ class StateDictHooks:
         for name, param in module._parameters.items():
             if param is None or id(param) not in self._engine.places:
                 continue
-            index, slot = self._engine.places[id(param)]
+            index, slot = self._engine.places[id(param)][0]
             group = self._engine.groups[index]
             shape, dtype = group.layout.slots[slot].shape, group.dtypes[slot]
             given = state_dict.get(prefix + name)
@@ -154,5 +154,5 @@ class StateDictHooks:
                 continue
             self._engine.loading.discard(id(param))
             put_whole(self._engine, param, param.data)
-            index, slot = self._engine.places[id(param)]
+            index, slot = self._engine.places[id(param)][0]
             self._engine.groups[index].show(slot)

@@ -1,0 +1,212 @@
+"""Autograd's progress through a sharded model: which groups backward reads, which gradients are still to come.
+
+[Note: pins]
+Forward: a group is pinned while a call that reads it is on the stack. Backward: from the moment the gradient of such a call's
+output is known until every gradient that is awaited from the group has arrived and, for frozen parameters, the call's input
+gradients are out. A node that reads a parameter also produces that parameter's gradient, so "all gradients in" means "read no
+more". What cannot be followed (an output in an unknown wrapper, a gradient that never comes) stays pinned to the end of the
+pass: memory, never a wrong value.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from unwall.runtime.calls import Call
+from unwall.runtime.places import Place, Places
+from unwall.schedule.executor import Executor
+from unwall.shards.collectives import Ranks
+from unwall.shards.gradients import Gradient
+from unwall.shards.group import Residence
+from unwall.tiers.ledger import BudgetError
+
+
+class Arrived:
+    """After autograd has accumulated a parameter's gradient. Held by autograd, out of the garbage collector's sight."""
+
+    def __init__(self, backward: "Backward") -> None:
+        self._backward = weakref.ref(backward)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        backward = self._backward()
+        assert isinstance(param, nn.Parameter)
+        if backward is not None:
+            backward.arrived(param)
+
+
+class Backward:
+    """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
+
+    ``arriving`` is told of each group before a gradient of it is taken, and may refuse it.
+    """
+
+    def __init__(self, executor: Executor, ranks: Ranks, places: Places, arriving: Callable[[int], None]) -> None:
+        self.sync = True
+        """Whether gradients are summed over the ranks when they are complete."""
+        self._executor = executor
+        self._gradients = executor.gradients
+        self._ranks = ranks
+        self._places = places
+        self._arriving = arriving
+        self._awaiting: list[set[int]] = [set() for _ in executor.groups]
+        self._open_calls = [0] * len(executor.groups)
+        self._pins: set[int] = set()
+        self._tasks: set[int] = set()
+        self._hooked: set[int] = set()
+        self._on_gradient = Arrived(self)
+
+    # -- what forward announces ---------------------------------------------------------------------------------------
+
+    def take_gradients_of(self, param: nn.Parameter) -> None:
+        """From now on this parameter's gradient comes here (torch allows the hook on trainable parameters only)."""
+        if param.requires_grad and id(param) not in self._hooked:
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+            self._hooked.add(id(param))
+
+    def expect(self, param: nn.Parameter, places: tuple[Place, ...]) -> None:
+        """Forward reads a trainable parameter: its gradient may come."""
+        for place in places:
+            self._awaiting[place.group].add(place.slot)
+        if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
+            self.take_gradients_of(param)
+
+    def expects(self, index: int) -> bool:
+        """Whether gradients of a group may come."""
+        return bool(self._awaiting[index])
+
+    def restart(self) -> None:
+        """A pass begins: nothing is left of the last one."""
+        if self._tasks:  # the last backward ended with an exception
+            self._end()
+        self._pins.clear()
+        self._open_calls = [0] * len(self._open_calls)
+
+    # -- what backward reads ------------------------------------------------------------------------------------------
+
+    def begins(self, call: Call) -> None:
+        """The gradient of a call's output is known: its groups are read from now on."""
+        task = self._note_task()
+        if call.task != task:  # a graph may be used by several backwards
+            call.task = task
+            for index, slot in call.places:
+                self._awaiting[index].add(slot)
+        for index in call.groups:
+            self.pin(index)
+        if not call.started:
+            call.started = True
+            if call.open_nodes:
+                for index in call.frozen:
+                    self._open_calls[index] += 1
+
+    def node_done(self, call: Call) -> None:
+        """One of the nodes that hand gradients to a call's inputs has run."""
+        call.open_nodes -= 1
+        if call.open_nodes == 0 and call.started:
+            for index in call.frozen:
+                self._open_calls[index] -= 1
+                self._unpin_if_done(index)
+
+    def reading(self, index: int) -> None:
+        """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
+        if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
+            self.pin(index)
+            if torch._C._current_graph_task_id() != -1:
+                self._note_task()
+
+    def pin(self, index: int) -> None:
+        """A group stays resident until its gradients are in, or to the end of the pass."""
+        if index in self._pins:
+            self._executor.trace.record(index)
+            return
+        self._executor.use(index)
+        self._pins.add(index)
+
+    def _unpin_if_done(self, index: int) -> None:
+        if index in self._pins and not self._awaiting[index] and self._open_calls[index] == 0:
+            self._pins.discard(index)
+            self._executor.release(index)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def arrived(self, param: nn.Parameter) -> None:
+        """Autograd has finished a parameter's gradient."""
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        self._note_task()
+        places = self._places[id(param)]
+        for place in places:
+            self._arriving(place.group)
+        if grad.is_sparse:
+            with torch.no_grad():
+                grad = grad.to_dense()
+        for place in places:
+            self._take(place, grad)
+
+    def _take(self, place: Place, grad: torch.Tensor) -> None:
+        index, slot = place
+        self._make_room(self._gradients[index])
+        with torch.no_grad():
+            self._gradients[index].take(slot, grad)
+        awaited = self._awaiting[index]
+        was_last = awaited == {slot}
+        awaited.discard(slot)
+        if was_last:
+            if self.sync:
+                self._executor.reduce(index)
+            self._unpin_if_done(index)
+
+    def _make_room(self, gradient: Gradient) -> None:
+        label = f"gradients of {gradient.group.name}"
+        try:
+            self._executor.make_room(gradient.flat_bytes, label)
+        except BudgetError:
+            if self.sync:
+                raise
+            # no_sync keeps whole gradients on every rank. Where they do not fit, sum them early: slower, the same result.
+            for index, local in enumerate(self._gradients):
+                if local.pending:
+                    self._executor.reduce(index)
+            self._executor.finish_reduces()
+            self._executor.make_room(gradient.flat_bytes, label)
+
+    def _keep_local(self, index: int) -> None:
+        gradient = self._gradients[index]
+        try:
+            self._executor.make_room(gradient.local_bytes, f"gradients of {gradient.group.name}")
+            gradient.keep_local()
+        except BudgetError:
+            self._executor.reduce(index)
+
+    # -- its end ------------------------------------------------------------------------------------------------------
+
+    def _note_task(self) -> int:
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
+        return task
+
+    def _task_done(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
+            self._end()
+            if self._ranks.size > 1:
+                self._executor.through()
+            self._executor.phase += 1
+
+    def _end(self) -> None:
+        self._executor.lane.leave()
+        self._tasks.clear()
+        for index in sorted(self._pins):
+            self._executor.release(index)
+        self._pins.clear()
+        for index, gradient in enumerate(self._gradients):
+            self._awaiting[index].clear()
+            self._open_calls[index] = 0
+            if self.sync and gradient.pending:
+                self._executor.reduce(index)
+            elif gradient.arrived:
+                self._keep_local(index)

@@ -1,0 +1,134 @@
+"""The calls of a sharded model's modules: which groups they read, and what their backward will need."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unwall.runtime.backward import Backward
+from unwall.runtime.boundary import boundary_nodes
+from unwall.runtime.calls import Call, Frame
+from unwall.runtime.outputs import tensors_in
+from unwall.runtime.places import Places
+from unwall.runtime.saved import SavedTensors
+from unwall.schedule.executor import Executor
+from unwall.shards.collectives import Ranks
+
+
+class Forward:
+    """Follows the calls on the stack and pins what they read. See [Note: pins] in runtime/backward.py.
+
+    ``beginning`` is called when a pass begins, and may refuse it.
+    """
+
+    def __init__(
+        self, executor: Executor, ranks: Ranks, places: Places, backward: Backward, beginning: Callable[[], None]
+    ) -> None:
+        self.saved = SavedTensors(executor.groups, backward.reading)
+        self._executor = executor
+        self._ranks = ranks
+        self._places = places
+        self._backward = backward
+        self._beginning = beginning
+        self._frames: list[Frame] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a parameter that is looked up now may be read for the model: a call is on the stack, or a checkpoint
+        recomputes something of a call that has ended."""
+        return bool(self._frames) or torch._C._current_graph_task_id() != -1
+
+    def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
+        """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
+        pair = None
+        if self._frames:
+            if self.saved.watching:
+                self.saved.cover()
+        else:
+            if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
+                self._begin_pass()
+            pair = self.saved.watch()
+        frame = Frame(module, pair)
+        self._frames.append(frame)
+        for index in groups:
+            self._read(frame, index)
+        for param in reads:
+            self.touched(param)
+
+    def touched(self, param: nn.Parameter) -> None:
+        """A parameter is looked up on its module: someone in the innermost running call is about to read it."""
+        if self.saved.watching:
+            self.saved.cover()
+        frame = self._frames[-1] if self._frames else None
+        places = self._places[id(param)]
+        for place in places:
+            if frame is None:
+                self._backward.reading(place.group)
+            elif place.group not in frame.groups:
+                self._read(frame, place.group)
+        if param.requires_grad and torch.is_grad_enabled():
+            self._backward.expect(param, places)
+            if frame is not None:
+                frame.places.update(places)
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A module's forward ends, well or with an exception (``output`` is None then)."""
+        while self._frames:
+            frame = self._frames.pop()
+            if frame.saved is not None:
+                self.saved.unwatch(frame.saved)
+            if frame.groups and output is not None and frame.module is module and torch.is_grad_enabled():
+                self._watch_backward(frame, inputs, output)
+            self._hand_up(frame, output)
+            for index in frame.groups:
+                self._executor.release(index)
+            if frame.module is module:
+                break
+        if not self._frames and not torch.is_grad_enabled():
+            self._executor.lane.leave()
+        if not self._frames and self._ranks.size > 1 and torch._C._current_graph_task_id() == -1:
+            self._executor.through()
+
+    def _begin_pass(self) -> None:
+        self._backward.restart()
+        self._executor.phase += 1
+        self._beginning()
+        self._executor.unpin_all()
+        self._executor.trace.begin(torch.is_grad_enabled())
+
+    def _read(self, frame: Frame, index: int) -> None:
+        self._executor.use(index)
+        frame.groups.append(index)
+
+    def _hand_up(self, frame: Frame, output: Any) -> None:
+        """A call may return a view of a parameter: then whoever called it reads the group, too."""
+        if not self.saved.streams or not frame.groups or output is None:
+            return
+        for tensor in tensors_in(output):
+            index = self.saved.group_of(tensor)
+            if index is None:
+                continue
+            if not self._frames:
+                self._backward.pin(index)
+            elif index not in self._frames[-1].groups:
+                self._read(self._frames[-1], index)
+
+    def _watch_backward(self, frame: Frame, inputs: Any, output: Any) -> None:
+        backward = self._backward
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        groups = tuple(frame.groups)
+        if not tensors:
+            if any(backward.expects(index) for index in groups):
+                for index in groups:  # it cannot be followed
+                    backward.pin(index)
+            return
+        frozen = [index for index in groups if any(not param.requires_grad for param in self._executor.groups[index].params)]
+        call = Call(groups, tuple(frozen), frame.places)
+        if frozen:
+            nodes = boundary_nodes(tensors, tensors_in(inputs))
+            call.open_nodes = -1 if nodes is None else len(nodes)
+            for node in nodes or ():
+                node.register_hook(lambda *_, call=call: backward.node_done(call))
+        for tensor in tensors:
+            tensor.register_hook(lambda _, call=call: backward.begins(call))
