@@ -15,8 +15,8 @@ from offload import DEVICE, DISK, HOST, Setup, backward, differing, mixed_plan, 
 from ranks import rank_and_world
 
 import unwall
-from unwall.optim import early
-from unwall.optim.updates import HostUpdate
+from unwall.optim import policy
+from unwall.optim.updates import drain
 
 PLACEMENTS = {
     "host": HOST,
@@ -117,12 +117,12 @@ class Training:
             case "look":
                 outcome(self.model, self.optimizer)
             case "let it run":
-                HostUpdate(lambda: None, object()).wait()
+                drain()
 
 
 def differences(seed, setup, folder):
     """What differs, by placement, from a run with everything on the device; and what these runs have seen."""
-    early.CLIP_MEMORY = 2  # so that shorter runs speculate
+    policy.CLIP_MEMORY = 2  # so that shorter runs speculate
     expected = Training(setup, DEVICE, folder).run(seed)
     wrong, seen = [], Counter()
     for name, placement in PLACEMENTS.items():
@@ -136,7 +136,7 @@ def differences(seed, setup, folder):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_gives_the_same_bits_everywhere(seed, tmp_path, monkeypatch):
-    monkeypatch.setattr(early, "CLIP_MEMORY", early.CLIP_MEMORY)  # comes back afterwards
+    monkeypatch.setattr(policy, "CLIP_MEMORY", policy.CLIP_MEMORY)  # comes back afterwards
     setup = Setup(dtype=DTYPES[seed % len(DTYPES)], blocks=4, passes=3)
     wrong, seen = differences(seed, setup, str(tmp_path))
     assert wrong == [], script(seed)

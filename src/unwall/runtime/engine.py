@@ -22,6 +22,7 @@ from unwall.native.library import DiskError
 from unwall.plan import Plan
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame
+from unwall.runtime.failures import FailureDomain
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.saved import SavedTensors
 from unwall.schedule.executor import Executor
@@ -89,7 +90,7 @@ class Engine:
         """Told of each gradient that has landed, during backward."""
         self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told of each gradient that arrives. They may refuse it."""
-        self.executor.on_landed = self._landed
+        self.failures = FailureDomain()
         self.on_gradient: Callable[[torch.Tensor], None] = lambda _: None
 
     def listen(self, landed: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
@@ -250,9 +251,12 @@ class Engine:
             if self.sync:
                 self.executor.reduce(index)
             self._unpin_if_done(index)
+        self._hand_out()
 
-    def _landed(self, index: int) -> None:
-        self._tell(self.listeners, index)
+    def _hand_out(self) -> None:
+        """Tells the optimizers which gradients have landed. Here, and nowhere else in a pass, they may wait for an update."""
+        for index in self.executor.take_landed():
+            self._tell(self.listeners, index)
 
     def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:
         for method in methods:
@@ -299,6 +303,7 @@ class Engine:
             self._end_backward()
             if self.ranks.size > 1:
                 self.executor.through()
+            self._hand_out()
             self.executor.phase += 1
 
     def _end_backward(self) -> None:
@@ -327,7 +332,8 @@ class Engine:
 
     def settle(self) -> None:
         """Gradients in flight have been reduced."""
-        self.executor.finish_reduces(notify=False, departed=False)
+        self.executor.finish_reduces(departed=False)
+        self.executor.take_landed()  # whoever asks for this uses them now
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
