@@ -1,14 +1,18 @@
 """The memory of updates ahead of ``step``: shadows take what is spare, and give it back when it is needed."""
 
 import threading
+import traceback
 import weakref
 
-from early_tools import HOST, backward, on_disk, same, start, steps
+import torch
+from early_tools import HOST, backward, build, on_disk, same, start, steps
+from offload import shard_near
 
 import unwall
-from unwall.optim.shadows import DISK_AHEAD
+from unwall.optim.shadows import DISK_AHEAD, Shadows
 from unwall.optim.updates import HostUpdate, drain
 from unwall.runtime.failures import FailureDomain
+from unwall.schedule.executor import REDUCES_IN_FLIGHT
 
 
 def test_shadows_stay_within_the_host_budget():
@@ -120,3 +124,62 @@ def test_the_update_thread_does_not_wait_for_itself_when_it_is_the_one_that_need
     go_on.set()
     reclaiming.wait(10)
     assert unwall.stats(model).speculated.committed > 0
+
+
+class Told:
+    """An optimizer as far as the engine knows it: notes each gradient that it is told of, and who was at work then."""
+
+    def __init__(self, engine):
+        self.groups, self.callers = [], set()
+        engine.listen(self.landed, None)
+
+    def landed(self, engine, index):
+        self.groups.append(index)
+        self.callers |= {frame.name for frame in traceback.extract_stack()}
+
+
+def test_gradients_are_handed_out_while_backward_runs_but_not_while_room_is_made():
+    """Whoever is told may wait for an update, and a parameter that needs room should not wait with it."""
+    model = build()
+    shard_near(model, **HOST, compute_dtype=torch.bfloat16, device_bytes=1)
+    engine = unwall.api.engine(model)
+    told = Told(engine)
+    backward(model, 0)
+    count = len(engine.groups)
+    assert len(told.groups) >= count - REDUCES_IN_FLIGHT
+    assert told.groups == sorted(told.groups, reverse=True)  # each of them once, in the order of backward
+    assert "arrived" in told.callers
+    assert not {"make_room", "finish_reduces"} & told.callers
+
+
+class User:
+    """Has a shadow until it is settled."""
+
+    settled = False
+
+    def stop(self):
+        self.settled = True
+
+
+def test_a_shadow_that_was_taken_is_not_given_back_before_its_user_is_settled():
+    model, _ = start(HOST)
+    engine = unwall.api.engine(model)
+    group, ledger = engine.groups[0], engine.tiers.host.ledger
+    stores = {"param": group.param, **group.states}
+    before, shadows, user = ledger.live_bytes, Shadows(), User()
+    shadow = shadows.of_group(engine, group, stores)
+    with_it = ledger.live_bytes
+    assert with_it > before
+    for wait in (False, True):  # between taking and lending it
+        shadows.reclaim(wait)
+        assert ledger.live_bytes == with_it
+    shadow.lend(user)
+    shadows.reclaim(wait=False)
+    assert ledger.live_bytes == with_it
+    assert shadows.of_group(engine, group, stores) is None
+    shadows.reclaim(wait=True)
+    assert ledger.live_bytes == before
+    taken = shadows.of_group(engine, group, stores)
+    assert taken is not shadow
+    taken.lend(user)  # it is settled
+    assert shadows.of_group(engine, group, stores) is taken
