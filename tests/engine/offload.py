@@ -31,6 +31,8 @@ class Setup:
     no_sync: bool = False
     """All passes but the last one of a step inside ``unwall.no_sync``."""
     frozen: bool = False
+    speculate: bool = True
+    """Updates may run ahead of their step."""
     steps: int = 3
     blocks: int = 10
 
@@ -116,7 +118,8 @@ def start(setup, placement, folder):
     unwall.shard(
         model, Plan(**{"stage": setup.stage, "compute_dtype": setup.dtype, "passes": setup.passes, "disk": folder, **placement})
     )
-    return model, unwall.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=setup.clip)
+    options = {"max_grad_norm": setup.clip, "speculate": setup.speculate}
+    return model, unwall.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
 
 
 def backward(model, optimizer, setup, seed, width=WIDTH):

@@ -15,8 +15,8 @@ from offload import DEVICE, DISK, HOST, Setup, backward, differing, mixed_plan, 
 from ranks import rank_and_world
 
 import unwall
-from unwall.optim import early
-from unwall.optim.updates import HostUpdate
+from unwall.optim import policy
+from unwall.optim.updates import drain
 
 PLACEMENTS = {
     "host": HOST,
@@ -117,12 +117,12 @@ class Training:
             case "look":
                 outcome(self.model, self.optimizer)
             case "let it run":
-                HostUpdate(lambda: None, object()).wait()
+                drain()
 
 
 def differences(seed, setup, folder):
     """What differs, by placement, from a run with everything on the device; and what these runs have seen."""
-    early.CLIP_MEMORY = 2  # so that shorter runs speculate
+    policy.CLIP_MEMORY = 2  # so that shorter runs speculate
     expected = Training(setup, DEVICE, folder).run(seed)
     wrong, seen = [], Counter()
     for name, placement in PLACEMENTS.items():
@@ -154,7 +154,7 @@ def check_two_ranks(stage, seed, folder, ranks):
 
 @pytest.fixture(autouse=True)
 def clip_memory_comes_back(monkeypatch):
-    monkeypatch.setattr(early, "CLIP_MEMORY", early.CLIP_MEMORY)
+    monkeypatch.setattr(policy, "CLIP_MEMORY", policy.CLIP_MEMORY)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -198,9 +198,9 @@ def train_tower(plan, clip=None, passes=1, scale=1.0, **options):
 
 @pytest.mark.parametrize(("clip", "passes"), [(None, 1), (0.05, 1), (1e6, 1), (0.05, 3)])
 def test_host_and_disk_placements_give_the_same_bits(clip, passes, tmp_path, monkeypatch):
-    from unwall.optim import early
+    from unwall.optim import policy
 
-    monkeypatch.setattr(early, "CLIP_MEMORY", 2)
+    monkeypatch.setattr(policy, "CLIP_MEMORY", 2)
     host = {"params": "host", "optimizer": "host"}
     disk = {"params": "disk", "optimizer": "disk", "disk": tmp_path}
     expected, _ = train_tower({**host, "host_bytes": "1GiB"}, clip, passes)
@@ -224,11 +224,11 @@ def test_host_and_disk_placements_give_the_same_bits(clip, passes, tmp_path, mon
 
 
 def test_updates_ahead_of_the_step_are_committed_on_an_accelerator(monkeypatch):
-    from unwall.optim import early
+    from unwall.optim import policy
 
     host = {"params": "host", "optimizer": "host"}
     expected, _ = train_tower(host)
-    monkeypatch.setattr(early, "CLIP_MEMORY", 2)
+    monkeypatch.setattr(policy, "CLIP_MEMORY", 2)
     got, stats = train_tower(host, clip=1e6)
     assert stats.speculated.committed > 0
     assert all(torch.equal(expected[name], got[name]) for name in expected)

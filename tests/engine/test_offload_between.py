@@ -10,13 +10,13 @@ from torch import nn
 
 import unwall
 from unwall.native.disk import DiskEngine
-from unwall.optim import early
+from unwall.optim import policy
 from unwall.plan import Plan
 
 
 @pytest.fixture(autouse=True)
 def _speculate_early(monkeypatch):
-    monkeypatch.setattr(early, "CLIP_MEMORY", 1)
+    monkeypatch.setattr(policy, "CLIP_MEMORY", 1)
 
 
 def build(depth=6):

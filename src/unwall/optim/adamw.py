@@ -8,7 +8,7 @@ import torch
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.disk_update import DiskUpdate, Parts
-from unwall.optim.early import EarlyUpdates, covers
+from unwall.optim.early import Ahead, EarlyUpdates, covers
 from unwall.optim.kernels import adamw, has_kernel, run_spans
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
@@ -32,7 +32,7 @@ class AdamW(ShardedOptimizer):
     ``update_in_backward``: states on host and disk are updated in place while backward runs. That is faster where the host has
     no memory to spare, and a promise: each backward is followed by a ``step``, with the learning rate that was set before it,
     and nothing is clipped or scaled. Without it ``step`` stays the moment an update counts, and updates run ahead only where
-    spare memory keeps a way back.
+    spare memory keeps a way back; ``speculate=False`` leaves that memory alone and updates at ``step``.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class AdamW(ShardedOptimizer):
         weight_decay: float = 1e-2,
         max_grad_norm: float | None = None,
         update_in_backward: bool = False,
+        speculate: bool = True,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(f"lr, eps and weight_decay must not be negative, got {lr}, {eps}, {weight_decay}")
@@ -53,7 +54,7 @@ class AdamW(ShardedOptimizer):
             raise ValueError("update_in_backward=True cannot clip: the norm is known only when backward has ended")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
         self._kept = own_states(self, MOMENTS)
-        self._early = EarlyUpdates(update_in_backward)
+        self._early = EarlyUpdates(update_in_backward, speculate)
         leftovers = Leftovers(self, self._early.shadows.free)
         for engine in self.engines():
             leftovers.note(engine)
@@ -74,6 +75,11 @@ class AdamW(ShardedOptimizer):
         self._early.forget()
         super().zero_grad(set_to_none)
 
+    @property
+    def ahead(self) -> Ahead:
+        """How many groups are updated ahead of the step that is to come, at this moment."""
+        return self._early.read()
+
     # -- during backward ----------------------------------------------------------------------------------------------
 
     def _landed(self, engine: Engine, index: int) -> None:
@@ -81,6 +87,8 @@ class AdamW(ShardedOptimizer):
         group, gradient = engine.groups[index], engine.gradients[index]
         if group.home.tier != "host" or engine.loss_scale != 1.0 or not gradient.held or self._clip is not None:
             return
+        if gradient.pending or gradient.passes > 1:
+            return  # it adds up: only ``step`` knows when it is complete
         mine = {id(param) for param in self._params()}
         slots = {slot for slot in gradient.present if id(group.params[slot]) in mine}
         if not slots:
@@ -93,7 +101,7 @@ class AdamW(ShardedOptimizer):
             group.pending.update = self._on_host(engine, index, runs, Factor(1.0, None))
             self._early.applied[id(engine), index] = runs
             return
-        if group.fixed or gradient.passes > 1 or not has_kernel(group.layout.dtype) or not self._early.wanted():
+        if group.fixed or not has_kernel(group.layout.dtype) or not self._early.wanted():
             return
         runs = self._runs(group, slots, self._numbers(), count=False)
         if covers(group, runs):

@@ -5,10 +5,16 @@ In host memory, as many as it has room for, the first groups of the model before
 and has no time to wait for their update. On disk the update itself is slow, and what counts is that the drive does not rest
 while backward computes. So there a shadow goes to whatever gradient lands while fewer than ``DISK_AHEAD`` such updates are
 under way; committed, its old extents are the next shadow. There are never more of them than one backward can use.
+
+[Note: taken]
+The thread that trains takes shadows, the thread that updates may give them back (memory is reclaimed where it is missing). So a
+shadow is chosen and taken under a lock, and given back only while nobody has it. A new one is made outside of that lock,
+because its own memory may have to be reclaimed, and is known to others only when it is taken.
 """
 
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -39,13 +45,28 @@ class User(Protocol):
         ...
 
 
+class _Taken:
+    """Stands for a user that is about to be known."""
+
+    settled = False
+
+    def stop(self) -> None:
+        """Nothing is under way yet."""
+
+
+_TAKEN = _Taken()
+
+
 class Shadow:
-    """A second place for every state of one group, each on the tier where the state lives. Keeps no tier and no model alive."""
+    """A second place for every state of one group, each on the tier where the state lives. Keeps no tier and no model alive.
+
+    It is taken from the start: whoever makes it lends it to a user.
+    """
 
     def __init__(self, stores: dict[str, Store], tiers: Tiers) -> None:
         self._tiers = weakref.ref(tiers)
         self.blocks: dict[str, Block] = {}
-        self._user: weakref.ref[User] | None = None
+        self._user: Callable[[], User | None] = lambda: _TAKEN
         try:
             for name, store in stores.items():
                 label = f"shadow of the {store.label}"
@@ -58,18 +79,22 @@ class Shadow:
             self.free()
             raise
 
+    def take(self) -> None:
+        """From now on it is the caller's, who lends it."""
+        self._user = lambda: _TAKEN
+
     def lend(self, user: User) -> None:
         """From now on the shadow is that user's, until it is settled or gone."""
         self._user = weakref.ref(user)
 
     @property
     def idle(self) -> bool:
-        user = None if self._user is None else self._user()
+        user = self._user()
         return user is None or user.settled
 
     def stop_user(self) -> None:
         """Waits for what its user has under way. How that ended is known to those who asked for it."""
-        user = None if self._user is None else self._user()
+        user = self._user()
         if user is not None and not user.settled:
             with suppress(Exception):
                 user.stop()
@@ -98,62 +123,79 @@ class Shadow:
 
 
 class Shadows:
-    """The shadows of one optimizer. See [Note: which groups get a shadow]."""
+    """The shadows of one optimizer. See [Note: which groups get a shadow] and [Note: taken]."""
 
     def __init__(self) -> None:
         self._of_groups: weakref.WeakKeyDictionary[Group, Shadow] = weakref.WeakKeyDictionary()
         self._chosen: weakref.WeakKeyDictionary[Engine, set[int]] = weakref.WeakKeyDictionary()
         self._on_disk: weakref.WeakKeyDictionary[Engine, list[Shadow]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # nobody waits or allocates under it
 
     def of_group(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
-        """The shadow of a group that lives in host memory, if it has one and it is not in use."""
+        """Takes the shadow of a group that lives in host memory, if it has one and it is not in use."""
         if engine not in self._chosen:
             self._chosen[engine] = choose_shadowed(engine)
-        found = self._of_groups.get(group)
-        if found is None and group.index in self._chosen[engine]:
-            found = _shadow(stores, engine.tiers)
-            if found is None:  # someone else took the memory, or it cannot be page-locked
-                self._chosen[engine].discard(group.index)
-            else:
-                self._of_groups[group] = found
-        return found if found is not None and found.idle else None
+        with self._lock:
+            found = self._of_groups.get(group)
+            if found is not None:
+                return _take_idle([found])
+        if group.index not in self._chosen[engine]:
+            return None
+        made = _shadow(stores, engine.tiers)
+        if made is None:  # someone else took the memory, or it cannot be page-locked
+            self._chosen[engine].discard(group.index)
+            return None
+        with self._lock:
+            self._of_groups[group] = made
+        return made
 
     def on_disk(self, engine: Engine, stores: dict[str, Store]) -> Shadow | None:
-        """A shadow for a group with states on disk that is not in use, if there is room for one."""
-        pool = self._on_disk.setdefault(engine, [])
-        for shadow in pool:
-            if shadow.idle and shadow.fits(stores):
-                return shadow
+        """Takes a shadow for a group with states on disk that is not in use, if there is room for one."""
+        with self._lock:
+            pool = self._on_disk.setdefault(engine, [])
+            found = _take_idle([shadow for shadow in pool if shadow.fits(stores)])
+        if found is not None:
+            return found
         made = _shadow(stores, engine.tiers)
         if made is not None:
-            pool.append(made)
+            with self._lock:
+                pool.append(made)
         return made
 
     def reclaim(self, wait: bool, engine: Engine | None = None) -> None:
         """Gives back all that can be, or all of one engine's. ``wait``: also those in use now, when that has ended."""
-        for shadow in list(self._all(engine)):
-            if wait:
-                shadow.stop_user()
-            if shadow.idle:
-                shadow.free()
-        for group in [group for group, shadow in self._of_groups.items() if not shadow.blocks]:
-            del self._of_groups[group]
-        for pool in self._on_disk.values():
-            pool[:] = [shadow for shadow in pool if shadow.blocks]
+        with self._lock:
+            known = self._all(engine)
+        for shadow in known if wait else []:
+            shadow.stop_user()
+        with self._lock:
+            idle = [shadow for shadow in self._all(engine) if shadow.idle]
+            for group in [group for group, shadow in self._of_groups.items() if shadow in idle]:
+                del self._of_groups[group]
+            for pool in self._on_disk.values():
+                pool[:] = [shadow for shadow in pool if shadow not in idle]
+        for shadow in idle:
+            shadow.free()
 
     def free(self, engine: Engine) -> None:
         """The optimizer is gone: gives all of an engine's back. One whose commit waits behind a failed update goes later."""
         self.reclaim(wait=True, engine=engine)
-        if any(self._all(engine)):
+        if self._all(engine):
             engine.discarded.append(self.free)
 
-    def _all(self, engine: Engine | None) -> Iterator[Shadow]:
-        for group, shadow in self._of_groups.items():
-            if engine is None or group in engine.groups:
-                yield shadow
-        for owner, pool in self._on_disk.items():
-            if engine is None or owner is engine:
-                yield from pool
+    def _all(self, engine: Engine | None) -> list[Shadow]:
+        of_groups = [shadow for group, shadow in self._of_groups.items() if engine is None or group in engine.groups]
+        on_disk = [pool for owner, pool in self._on_disk.items() if engine is None or owner is engine]
+        return [*of_groups, *(shadow for pool in on_disk for shadow in pool)]
+
+
+def _take_idle(shadows: list[Shadow]) -> Shadow | None:
+    """The first one that is not in use, taken."""
+    for shadow in shadows:
+        if shadow.idle:
+            shadow.take()
+            return shadow
+    return None
 
 
 def _shadow(stores: dict[str, Store], tiers: Tiers) -> Shadow | None:

@@ -8,7 +8,8 @@ returns at once; a fetch waits for its own group's update only. The results are 
 [Note: failed updates]
 An update whose disk requests failed remembers what is left to do. Waiting for it raises the error, once for each attempt; the
 next wait tries again, so after the cause is gone training goes on with the values it would have had. Updates asked for later
-stay behind it: they were promised in order, and the memory it holds on to is the memory they would need.
+stay behind it: they were promised in order, and the memory it holds on to is the memory they would need. That is so within one
+model, whose updates share a ``FailureDomain``; other models go on.
 """
 
 import os
@@ -21,6 +22,7 @@ import torch
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.kernels import Span, adamw, finish_updates
+from unwall.runtime.failures import FailureDomain
 from unwall.tiers.meter import LinkMeter
 from unwall.tiers.ticket import Ticket
 
@@ -53,18 +55,18 @@ class Factor:
 class _BehindError(Exception):
     """An earlier update failed and was not finished yet."""
 
-    def __init__(self, first: "HostUpdate") -> None:
+    def __init__(self, first: Ticket) -> None:
         super().__init__()
         self.first = first
 
 
 class HostUpdate:
-    """The ticket of one group's update. ``again``: ``work`` can be called again after it failed, and does what is left."""
+    """The ticket of one group's update. ``domain``: whom it holds up when it fails. ``again``: ``work`` can be called again
+    after it failed, and does what is left."""
 
-    def __init__(self, work: Callable[[], None], lane: object, again: bool = False) -> None:
+    def __init__(self, work: Callable[[], None], domain: FailureDomain, again: bool = False) -> None:
         self._work = work
-        self.lane = id(lane)
-        """The model it belongs to: a failed update holds up those of its own model only."""
+        self.domain = domain
         self.again = again
         self._future: Future[None] | None = _queue().submit(self)
 
@@ -98,26 +100,31 @@ class _Queue:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
-        self._failed: dict[int, weakref.ref[HostUpdate]] = {}
 
     def submit(self, update: HostUpdate) -> "Future[None]":
-        return self._thread.submit(self._run, weakref.ref(update), update.run, update.lane, update.again)
+        return self._thread.submit(_run, weakref.ref(update), update.run, update.domain, update.again)
 
-    def _run(self, update: "weakref.ref[HostUpdate]", run: Callable[[], None], lane: int, again: bool) -> None:
-        held = self._failed.get(lane)
-        failed = None if held is None else held()
-        if failed is not None and failed is not update():
-            raise _BehindError(failed)
-        try:
-            run()
-        except Exception:
-            if again:
-                self._failed[lane] = update
-            raise
-        self._failed.pop(lane, None)
+
+def _run(update: "weakref.ref[Ticket]", run: Callable[[], None], domain: FailureDomain, again: bool) -> None:
+    failed = domain.failed
+    if failed is not None and failed is not update():
+        raise _BehindError(failed)
+    try:
+        run()
+    except Exception:
+        if again:
+            domain.fail(update)
+        raise
+    domain.recover()
 
 
 _queues: dict[int, _Queue] = {}  # by process: a forked child needs its own
+
+
+def drain() -> None:
+    """Waits until every update that was asked for so far, also ahead of its step, has ended, well or not. For tests and
+    measurements: whoever needs one update waits for its ticket."""
+    HostUpdate(lambda: None, FailureDomain()).wait()
 
 
 def on_update_thread() -> bool:

@@ -39,10 +39,18 @@ class Arrived:
 class Backward:
     """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
 
-    ``arriving`` is told of each group before a gradient of it is taken, and may refuse it.
+    ``arriving`` is told of each group before a gradient of it is taken, and may refuse it. ``hand_out`` is called where whoever
+    uses landed gradients may be told of them.
     """
 
-    def __init__(self, executor: Executor, ranks: Ranks, places: Places, arriving: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        ranks: Ranks,
+        places: Places,
+        arriving: Callable[[int], None],
+        hand_out: Callable[[], None],
+    ) -> None:
         self.sync = True
         """Whether gradients are summed over the ranks when they are complete."""
         self._executor = executor
@@ -50,6 +58,7 @@ class Backward:
         self._ranks = ranks
         self._places = places
         self._arriving = arriving
+        self._hand_out = hand_out
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
         self._open_calls = [0] * len(executor.groups)
         self._pins: set[int] = set()
@@ -144,6 +153,7 @@ class Backward:
                 grad = grad.to_dense()
         for place in places:
             self._take(place, grad)
+        self._hand_out()
 
     def _take(self, place: Place, grad: torch.Tensor) -> None:
         index, slot = place
@@ -195,6 +205,7 @@ class Backward:
             self._end()
             if self._ranks.size > 1:
                 self._executor.through()
+            self._hand_out()
             self._executor.phase += 1
 
     def _end(self) -> None:

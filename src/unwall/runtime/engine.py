@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unwall.native.library import DiskError
 from unwall.plan import Plan
 from unwall.runtime.backward import Backward
+from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
@@ -40,10 +41,11 @@ class Engine:
         self.ranks = ranks
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.executor = Executor(groups, gradients, tiers, ranks)
-        self.executor.on_landed = lambda index: self._tell(self.listeners, index)
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
-        self.backward = Backward(self.executor, ranks, self.places, lambda index: self._tell(self.guards, index))
+        self.backward = Backward(
+            self.executor, ranks, self.places, lambda index: self._tell(self.guards, index), self._hand_out
+        )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
         self.version = 0
         """Counts changes of the parameters' values."""
@@ -60,6 +62,7 @@ class Engine:
         """Told of each gradient that has landed, during backward."""
         self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told of each gradient that arrives. They may refuse it."""
+        self.failures = FailureDomain()
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
 
@@ -82,6 +85,11 @@ class Engine:
             if call is not None:
                 call(self, index)
 
+    def _hand_out(self) -> None:
+        """Tells the optimizers which gradients have landed. Here, and nowhere else in a pass, they may wait for an update."""
+        for index in self.executor.take_landed():
+            self._tell(self.listeners, index)
+
     def free_discarded(self) -> None:
         """Frees what optimizers that are gone have left here. Called where waiting and locking is allowed."""
         for _ in range(len(self.discarded)):  # what cannot be freed yet adds itself again
@@ -97,7 +105,8 @@ class Engine:
 
     def settle(self) -> None:
         """Gradients in flight have been reduced."""
-        self.executor.finish_reduces(notify=False, departed=False)
+        self.executor.finish_reduces(departed=False)
+        self.executor.take_landed()  # whoever asks for this uses them now
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""

@@ -1,7 +1,7 @@
 """Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from unwall.schedule.lane import ComputeLane
 from unwall.schedule.residency import Held, choose_drops, next_missing
@@ -36,8 +36,7 @@ class Executor:
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
-        self.on_landed: Callable[[int], None] = lambda _: None
-        """Called with a group when the sum of its gradient is on its way to where the update runs."""
+        self._landed: list[int] = []
         self.phase = 0
         """Counts forwards and backwards."""
 
@@ -158,7 +157,7 @@ class Executor:
         bits = pack_bits(sorted(gradient.pending), len(self.groups[index].params))
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
 
-    def finish_reduces(self, leave: int = 0, notify: bool = True, departed: bool = True) -> None:
+    def finish_reduces(self, leave: int = 0, departed: bool = True) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left.
 
         ``departed``: what leaves the device is waited for until it has left. Otherwise the host, which runs ahead of the
@@ -166,10 +165,15 @@ class Executor:
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
-            if notify:
-                self.on_landed(index)
+            self._landed.append(index)
             if departed:
                 self.gradients[index].await_departure()
+
+    def take_landed(self) -> list[int]:
+        """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
+        hand out: an optimizer that is told may wait for an update, and nobody who makes room should."""
+        found, self._landed = self._landed, []
+        return list(dict.fromkeys(found))
 
     def together(self, what: str) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""

@@ -34,7 +34,8 @@ class Ledger:
         self.tier = tier
         self.budget_bytes = budget_bytes
         self.reclaimers: list[weakref.WeakMethod[Callable[[], None]]] = []
-        """Asked to give back what they can do without, before a request is refused."""
+        """Asked to give back what they can do without, before a request is refused. They may wait for work that uses it, on the
+        thread that asked: ask with no lock held that such work takes. See [Note: who waits for whom] in optim/early.py."""
         self._lock = threading.Lock()
         self._live = 0
         self._peak = 0

@@ -1,0 +1,51 @@
+"""What an update ahead of its step computes: a group's update out of place, from its states into a shadow."""
+
+from collections.abc import Callable
+
+from unwall.optim.disk_update import DiskUpdate, Parts
+from unwall.optim.kernels import adamw, finish_updates, run_spans
+from unwall.optim.speculation import Speculation, Wanted
+from unwall.optim.updates import Factor
+from unwall.runtime.engine import Engine
+from unwall.shards.group import Group
+
+
+def out_of_place(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+    """The work of a speculation. What is under way on the group ends first, and what was looked at is on disk again; DiskError
+    where that fails."""
+    return (_through_disk if speculation.through_disk else _in_memory)(engine, group, speculation)
+
+
+def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+    """The update of a group in host memory."""
+    gradient, stores = engine.gradients[group.index], speculation.stores
+    assert gradient.value is not None
+    sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, speculation.runs)
+    targets = run_spans(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
+    landing = gradient.landing
+
+    def compute() -> None:
+        if landing is not None:
+            landing.wait()
+        pairs = zip(sources, targets, strict=True)
+        tickets = [(adamw(source, step, out=target), source) for (source, step), (target, _) in pairs]
+        finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
+
+    return compute
+
+
+def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+    """The same for a group with states on disk."""
+    gradient = engine.gradients[group.index]
+    grad = gradient.stored or gradient.value
+    assert grad is not None
+    parts = Parts(speculation.stores, grad, speculation.shadow.blocks)
+    update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
+
+    def compute() -> None:
+        try:
+            update.work(dropped=lambda: speculation.wanted is Wanted.NO)
+        finally:
+            update.abandon()
+
+    return compute

@@ -1,0 +1,86 @@
+"""Updates on the host: in the order they are asked for; one that failed holds up those of its own domain, and no other."""
+
+import gc
+
+import pytest
+
+from unwall.optim.updates import HostUpdate, drain, on_update_thread
+from unwall.runtime.failures import FailureDomain
+
+
+class Work:
+    """Notes that it ran; fails as often as it is told to."""
+
+    def __init__(self, done, name, failures=0):
+        self.done, self.name, self.failures = done, name, failures
+
+    def __call__(self):
+        if self.failures:
+            self.failures -= 1
+            raise OSError(f"{self.name} failed")
+        self.done.append(self.name)
+
+
+def test_updates_run_in_the_order_they_are_asked_for_off_the_callers_thread():
+    done, threads = [], []
+    tickets = [HostUpdate(Work(done, name), FailureDomain()) for name in "abc"]
+    HostUpdate(lambda: threads.append(on_update_thread()), FailureDomain()).wait()
+    assert (done, threads, on_update_thread()) == (["a", "b", "c"], [True], False)
+    assert all(ticket.done() for ticket in tickets)
+
+
+def test_a_failed_update_holds_up_its_own_domain_only():
+    done, mine, other = [], FailureDomain(), FailureDomain()
+    first = HostUpdate(Work(done, "first", failures=1), mine, again=True)
+    second = HostUpdate(Work(done, "second"), mine)
+    HostUpdate(Work(done, "other"), other).wait()
+    assert done == ["other"]
+    with pytest.raises(OSError, match="first failed"):
+        first.wait()
+    second.wait()  # tries the first one again
+    assert done == ["other", "first", "second"]
+    first.wait()
+    assert done == ["other", "first", "second"]
+
+
+def test_each_wait_tries_once_and_raises_what_came_of_it():
+    done, domain = [], FailureDomain()
+    first = HostUpdate(Work(done, "first", failures=3), domain, again=True)
+    second = HostUpdate(Work(done, "second"), domain)
+    for ticket in (first, second, first):
+        with pytest.raises(OSError, match="first failed"):
+            ticket.wait()
+    second.wait()
+    assert done == ["first", "second"]
+
+
+def test_an_update_that_cannot_be_tried_again_holds_up_nobody():
+    done, domain = [], FailureDomain()
+    failed = HostUpdate(Work(done, "first", failures=1), domain)
+    HostUpdate(Work(done, "second"), domain).wait()
+    for _ in range(2):
+        with pytest.raises(OSError, match="first failed"):
+            failed.wait()
+    assert done == ["second"]
+
+
+def test_a_failed_update_that_nobody_waits_for_any_more_holds_up_nobody():
+    done, domain = [], FailureDomain()
+    failed = HostUpdate(Work(done, "first", failures=1), domain, again=True)
+    drain()
+    assert domain.failed is failed
+    del failed
+    gc.collect()
+    assert domain.failed is None
+    HostUpdate(Work(done, "second"), domain).wait()
+    assert done == ["second"]
+
+
+def test_drain_waits_for_what_was_asked_for_and_raises_nothing():
+    done, domain = [], FailureDomain()
+    failed = HostUpdate(Work(done, "first", failures=1), domain, again=True)
+    behind = HostUpdate(Work(done, "second"), domain)
+    drain()
+    assert failed.done()
+    assert behind.done()
+    assert done == []
