@@ -26,7 +26,7 @@ from unwall.runtime.outputs import tensors_in
 from unwall.runtime.saved import SavedTensors
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.meter import LinkMeter
@@ -86,15 +86,15 @@ class Engine:
         self.steps = 0
         """Optimizer steps since the statistics were reset."""
         self.listeners: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told of each gradient that has landed, during backward."""
+        """Told of each gradient that is reduced and on its way to its place, during backward."""
         self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told of each gradient that arrives. They may refuse it."""
-        self.executor.on_landed = self._landed
+        self.executor.on_reduced = self._reduced
         self.on_gradient: Callable[[torch.Tensor], None] = lambda _: None
 
-    def listen(self, landed: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
+    def listen(self, reduced: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
         """Tells an optimizer of gradients for as long as it lives."""
-        for methods, method in ((self.listeners, landed), (self.guards, guard)):
+        for methods, method in ((self.listeners, reduced), (self.guards, guard)):
             methods[:] = [known for known in methods if known() is not None]
             if method is not None:
                 methods.append(weakref.WeakMethod(method))
@@ -251,7 +251,7 @@ class Engine:
                 self.executor.reduce(index)
             self._unpin_if_done(index)
 
-    def _landed(self, index: int) -> None:
+    def _reduced(self, index: int) -> None:
         self._tell(self.listeners, index)
 
     def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:

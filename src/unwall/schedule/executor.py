@@ -7,7 +7,7 @@ from unwall.schedule.lane import ComputeLane
 from unwall.schedule.residency import Held, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.collectives import Ranks, Wish, pack_bits, unpack_bits
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.tiers import Tiers
@@ -36,8 +36,8 @@ class Executor:
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
-        self.on_landed: Callable[[int], None] = lambda _: None
-        """Called with a group when the sum of its gradient is on its way to where the update runs."""
+        self.on_reduced: Callable[[int], None] = lambda _: None
+        """Called with a group when its gradient is reduced, and on its way to where the update runs."""
         self.phase = 0
         """Counts forwards and backwards."""
 
@@ -167,7 +167,7 @@ class Executor:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
             if notify:
-                self.on_landed(index)
+                self.on_reduced(index)
             if departed:
                 self.gradients[index].await_departure()
 
