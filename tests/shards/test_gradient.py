@@ -13,7 +13,7 @@ from unwall.shards.accumulate import Accumulator
 from unwall.shards.collectives import Ranks, Work
 from unwall.shards.gradient import Gradient, Phase
 from unwall.shards.group import Group
-from unwall.shards.landing import Held
+from unwall.shards.landing import Holding
 from unwall.shards.layout import build_layout
 from unwall.shards.placement import DEVICE, DISK, HOST, Home
 from unwall.shards.reduce import Reducer
@@ -372,7 +372,8 @@ def test_local_sums_go_with_the_next_reduction(bench):
     assert bench.live()["device"] - before == 4 * bench.group.layout.padded_numel  # the sum, in fp32
     gradient.drop_pending({1})
     run_pass(gradient, {0: parts[2][0]})
-    assert gradient.present == {0, 2}
+    assert (gradient.present, gradient.pending) == ({0, 2}, set())
+    assert bench.live()["device"] - before == 2 * bench.group.own_numel  # of the local sum nothing is left
     flats = [laid_out(bench.group, given, torch.bfloat16) for given in ({0: p[0], 2: p[2]} for p in parts[:2])]
     local = flats[0].float() + flats[1].float() + laid_out(bench.group, {0: parts[2][0]}, torch.bfloat16).float()
     assert torch.equal(looked_at(gradient), own_run(bench.group, local.to(torch.bfloat16)))
@@ -385,12 +386,12 @@ def test_what_is_held_says_where_it_is(bench, tier):
     """Host: the place is known before the copy has ended, and the ticket says when it has."""
     gradient = bench.gradient(HOMES[tier], torch.float32)
     place = gradient._place
-    assert place.held is Held.NOTHING
+    assert place.holding is Holding.NOTHING
     run_pass(gradient, grads(1, torch.float32))
     if tier == "host":
-        assert place.held is Held.LANDING
+        assert place.holding is Holding.LANDING
         gradient.landing.wait()
         assert torch.equal(gradient.value, laid_out(bench.group, grads(1, torch.float32), torch.float32))
         gradient.await_landing()
-    assert place.held is Held.LANDED
+    assert place.holding is Holding.LANDED
     assert gradient.landing is None

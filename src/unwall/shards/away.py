@@ -7,7 +7,7 @@ import torch
 
 from unwall.native.library import DiskError
 from unwall.shards.group import Group
-from unwall.shards.landing import Held, Place
+from unwall.shards.landing import Holding, Place
 from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Store
 from unwall.tiers.block import DiskBlock, MemoryBlock
@@ -24,17 +24,17 @@ class Away(Place):
         self._lost: Exception | None = None
 
     def begin(self, incoming: MemoryBlock) -> None:
-        if self.held is not Held.LOST:
+        if self.holding is not Holding.LOST:
             self._begin(incoming)
 
     def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
         if flat is not None:
             self._tiers.device.free(flat)
         try:
-            if self.held is not Held.LOST:
+            if self.holding is not Holding.LOST:
                 self._finish(incoming)
         except Exception as error:
-            self.held, self.landing, self._lost = Held.LOST, None, error
+            self.holding, self.landing, self._lost = Holding.LOST, None, error
             if isinstance(error, DiskError):
                 self.check()
             raise
@@ -75,7 +75,7 @@ class OnHost(Away):
         self._sum: Store | None = None
 
     def _begin(self, incoming: MemoryBlock) -> None:
-        first = self.held is Held.NOTHING
+        first = self.holding is Holding.NOTHING
         if not first:
             self._move_to_sum()
         own = incoming.view(self._dtype)
@@ -83,7 +83,7 @@ class OnHost(Away):
         if self._arrivals is None:
             self._arrivals = self._store(self._dtype, pinned=True)
         self.landing = self._tiers.links.copy(incoming, self._arrivals.block, self._group.name)
-        self.held = Held.LANDING
+        self.holding = Holding.LANDING
 
     def _finish(self, incoming: MemoryBlock) -> None:  # noqa: ARG002 (the copy holds on to its memory)
         if self._sum is not None:
@@ -129,14 +129,14 @@ class OnDisk(Away):
         """The one that holds the gradient."""
 
     def _begin(self, incoming: MemoryBlock) -> None:
-        if self.held is Held.NOTHING:
+        if self.holding is Holding.NOTHING:
             self.square_sum = self._measure(incoming.view(self._dtype))
             self._now = self._store(self._dtype)
             self.landing = self._tiers.links.copy(incoming, self._now.block, self._group.name)
-            self.held = Held.LANDING
+            self.holding = Holding.LANDING
 
     def _finish(self, incoming: MemoryBlock) -> None:
-        if self.held is Held.LANDING:
+        if self.holding is Holding.LANDING:
             self.await_landing()  # a copy to disk reads its source to the end
         else:
             self._add(incoming.view(self._dtype))

@@ -5,7 +5,7 @@ Three things happen to it, each by an object of its own. This rank's gradients a
 each parameter's as autograd finishes it. The ranks' are reduced (shards/reduce.py): ``begin_reduce`` when all are in. The
 average lands (shards/landing.py): ``finish_reduce`` before anyone looks. Several passes before a step add up in fp32.
 
-A sum that is under way is in one of these phases, whatever earlier passes have left in the place (``Held`` in
+A sum that is under way is in one of these phases, whatever earlier passes have left in the place (``Holding`` in
 shards/landing.py), and whatever this rank accumulates for its own turn meanwhile:
 
 IDLE      none is under way. No memory beyond what the accumulator and the place hold.
@@ -21,7 +21,7 @@ from unwall.shards.accumulate import Accumulator
 from unwall.shards.away import OnDisk, OnHost
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
-from unwall.shards.landing import Held, OnDevice, Place
+from unwall.shards.landing import Holding, OnDevice, Place
 from unwall.shards.reduce import Reducer, Reduction
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket, hold_back
@@ -164,7 +164,7 @@ class Gradient:
     @property
     def held(self) -> bool:
         """Whether there is a reduced gradient."""
-        return self._place.held in (Held.LANDING, Held.LANDED)
+        return self._place.holding in (Holding.LANDING, Holding.LANDED)
 
     def check(self) -> None:
         """Raises where the gradient should be here, but its tier did not take it."""

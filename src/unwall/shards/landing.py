@@ -25,7 +25,7 @@ from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
 
-class Held(enum.Enum):
+class Holding(enum.Enum):
     """See [Note: landed]."""
 
     NOTHING = "nothing"
@@ -45,7 +45,7 @@ class Place:
     """Sum of squares of what this rank counts, measured while it passed. None: not measured, or not valid any more."""
 
     def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype) -> None:
-        self.held = Held.NOTHING
+        self.holding = Holding.NOTHING
         self._group = group
         self._tiers = tiers
         self._dtype = dtype
@@ -62,7 +62,7 @@ class Place:
     def source(self) -> Store | torch.Tensor:
         """Where the gradient is. Whoever reads there waits for ``landing`` first."""
         self.check()
-        if self.held is Held.NOTHING:
+        if self.holding is Holding.NOTHING:
             raise RuntimeError(f"group {self._group.name} holds no reduced gradient: run backward first")
         return self._source()
 
@@ -82,7 +82,7 @@ class Place:
         """LANDING to LANDED."""
         if self.landing is not None:
             self.landing.wait()
-            self.landing, self.held = None, Held.LANDED
+            self.landing, self.holding = None, Holding.LANDED
 
     def take_flat(self) -> MemoryBlock | None:
         """Gives out the flat buffer, if there is one here, for a further pass."""
@@ -100,7 +100,7 @@ class Place:
 
     def clear(self) -> None:
         """Holds nothing any more."""
-        self.held, self.landing, self.square_sum = Held.NOTHING, None, None
+        self.holding, self.landing, self.square_sum = Holding.NOTHING, None, None
 
     @property
     def _wide(self) -> torch.dtype:
@@ -136,7 +136,7 @@ class OnDevice(Place):
                 self._value = self.flat.view(self._dtype).narrow(0, self._group.own_start, self._group.own_numel)
                 self._value.copy_(incoming.view(self._dtype))
             self._tiers.device.free(incoming)
-        self.held = Held.LANDED
+        self.holding = Holding.LANDED
 
     def _source(self) -> torch.Tensor:
         assert self._value is not None

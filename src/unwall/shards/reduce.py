@@ -15,20 +15,21 @@ from unwall.tiers.device import DeviceTier
 
 
 class Reduction:
-    """A sum over the ranks in flight. It owns what is sent and what arrives until it is ``release``d or ``discard``ed."""
+    """A sum over the ranks in flight. It owns what is ``sent`` and what arrives until it is ``release``d or ``discard``ed."""
 
-    def __init__(self, device: DeviceTier, incoming: MemoryBlock, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: DeviceTier, dtype: torch.dtype, incoming: MemoryBlock, sent: MemoryBlock | None, *, served: bool
+    ) -> None:
         self.incoming = incoming
-        """The average, after ``wait``. Not freed by ``release``."""
-        self.flat: MemoryBlock | None = None
-        """The flat buffer that was sent."""
-        self.zeros: MemoryBlock | None = None
-        """What was sent in its place."""
+        """The average, after ``wait``."""
         self.work: Work | None = None
         self.divisor = 1
         """What makes an average of the sum that ``work`` brings."""
         self._device = device
         self._dtype = dtype
+        self._sent = sent
+        self._served = served
+        """Only zeros were sent."""
 
     def wait(self) -> None:
         """``incoming`` is the average from now on. May be called again."""
@@ -40,20 +41,21 @@ class Reduction:
             self.incoming.view(self._dtype).div_(self.divisor)
 
     def release(self) -> MemoryBlock | None:
-        """After ``wait``: gives the flat buffer back, if it was sent; ``incoming`` is the caller's, too."""
+        """After ``wait``: ``incoming`` is the caller's, and so is the flat buffer that this gives back, if it was sent."""
         if self.work is not None:
             raise RuntimeError(f"'{self.incoming.label}' are released, but still on their way over the ranks: wait first")
-        if self.zeros is not None:
-            self._device.free(self.zeros)
-        return self.flat
+        if self._sent is None or not self._served:
+            return self._sent
+        self._device.free(self._sent)
+        return None
 
     def discard(self) -> None:
         """Nobody wants it any more. The exchange runs to its end, and all memory is freed."""
         if self.work is not None:
             self.work.wait()
-        for block in (self.flat, self.zeros, self.incoming):
-            if block is not None:
-                self._device.free(block)
+        if self._sent is not None:
+            self._device.free(self._sent)
+        self._device.free(self.incoming)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Reducer:
         """Sends ``flat``, which belongs to the reduction from now on, or zeros."""
         if self.ranks.size == 1:
             assert flat is not None, "a rank alone has nobody to serve"
-            return Reduction(self.device, flat, self.dtype)
+            return Reduction(self.device, self.dtype, flat, None, served=False)
         taken = [] if flat is None else [flat]
         try:
             return self._begin(flat, taken)
@@ -87,20 +89,17 @@ class Reducer:
             raise
 
     def _begin(self, flat: MemoryBlock | None, taken: list[MemoryBlock]) -> Reduction:
-        layout, zeros = self.group.layout, None
+        """``taken``: gets what is freed if this fails."""
+        layout = self.group.layout
+        sent = self._allocate(layout.padded_numel, taken) if flat is None else flat
         if flat is None:
-            flat_or_zeros = zeros = self._allocate(layout.padded_numel, taken)
-            zeros.data.zero_()
-        else:
-            flat_or_zeros = flat
-        sent = flat_or_zeros.view(self.dtype)
-        divisor = self.ranks.size
+            sent.data.zero_()
         if self.dtype is torch.float16:
-            sent.div_(divisor)  # before the sum: fp16 overflows early
-            divisor = 1
-        reduction = Reduction(self.device, self._allocate(layout.shard_numel, taken), self.dtype)
-        reduction.flat, reduction.zeros, reduction.divisor = flat, zeros, divisor
-        reduction.work = self.ranks.reduce_scatter(reduction.incoming.view(self.dtype), sent)
+            sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
+        incoming = self._allocate(layout.shard_numel, taken)
+        reduction = Reduction(self.device, self.dtype, incoming, sent, served=flat is None)
+        reduction.divisor = 1 if self.dtype is torch.float16 else self.ranks.size
+        reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
         if self.everywhere:  # here, not when it is waited for: every rank must call collectives in the same order
             self._gather(reduction, taken)
         return reduction
