@@ -359,6 +359,18 @@ def test_a_rank_that_serves_keeps_its_own_gradients(bench, stage, tier):
     assert bench.live()["device"] == before
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_pass_that_follows_a_reduction_under_way_takes_its_flat_buffer(bench, stage):
+    """What ``flat_bytes`` asks room for is what taking a gradient and reducing it adds, the first pass' buffers given back."""
+    gradient = bench.gradient(DEVICE, torch.float32, Twins(), stage)
+    run_pass(gradient, grads(1, torch.float32), finish=False)
+    room, before = gradient.flat_bytes, bench.live()["device"]
+    assert room == 4 * bench.group.layout.shard_numel  # what it is reduced to
+    run_pass(gradient, grads(2, torch.float32), finish=False)
+    assert bench.live()["device"] - before == room
+    gradient.clear()
+
+
 def test_local_sums_go_with_the_next_reduction(bench):
     """Passes inside ``no_sync``, of which one parameter's gradient is dropped again."""
     gradient = bench.gradient(DEVICE, torch.bfloat16, Twins(), stage=2)

@@ -82,7 +82,8 @@ class Gradient:
     @property
     def flat_bytes(self) -> int:
         """Device memory that a pass over this group's backward takes: the flat buffer and, over ranks, what it becomes."""
-        there = self._own.filling or self._place.flat is not None
+        sent = self._reduction is not None and self._reduction.has_flat  # it is back before the next pass takes one
+        there = self._own.filling or self._place.flat is not None or sent
         return (0 if there else self._own.flat_bytes) + self._place.growth_bytes + self._reducer.nbytes
 
     def take(self, slot: int, grad: torch.Tensor) -> None:

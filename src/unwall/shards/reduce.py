@@ -31,6 +31,11 @@ class Reduction:
         self._served = served
         """Only zeros were sent."""
 
+    @property
+    def has_flat(self) -> bool:
+        """Whether ``release`` gives a flat buffer back."""
+        return self._sent is not None and not self._served
+
     def wait(self) -> None:
         """``incoming`` is the average from now on. May be called again."""
         if self.work is None:
@@ -44,10 +49,9 @@ class Reduction:
         """After ``wait``: ``incoming`` is the caller's, and so is the flat buffer that this gives back, if it was sent."""
         if self.work is not None:
             raise RuntimeError(f"'{self.incoming.label}' are released, but still on their way over the ranks: wait first")
-        if self._sent is None or not self._served:
-            return self._sent
-        self._device.free(self._sent)
-        return None
+        if self._sent is not None and self._served:
+            self._device.free(self._sent)
+        return self._sent if self.has_flat else None
 
     def discard(self) -> None:
         """Nobody wants it any more. The exchange runs to its end, and all memory is freed."""
