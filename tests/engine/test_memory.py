@@ -10,7 +10,7 @@ from torch import nn
 
 import unwall
 from unwall.plan import Plan
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 
 WIDTH, LAYERS = 512, 16
 LAYER = WIDTH * WIDTH

@@ -63,7 +63,7 @@ class AdamW(ShardedOptimizer):
             if param.requires_grad:
                 self._make_states(self.place(param)[1])
         for engine in self.engines():
-            engine.listen(self._landed, self._refuse_second_backward if update_in_backward else None)
+            engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters."""
@@ -82,8 +82,8 @@ class AdamW(ShardedOptimizer):
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
-    def _landed(self, engine: Engine, index: int) -> None:
-        """A group's gradient is on its way to the host: it may be used at once. See optim/early.py."""
+    def _reduced(self, engine: Engine, index: int) -> None:
+        """A group's gradient is reduced, and on its way to the host: it may be used at once. See optim/early.py."""
         group, gradient = engine.groups[index], engine.gradients[index]
         if group.home.tier != "host" or engine.loss_scale != 1.0 or not gradient.held or self._clip is not None:
             return
@@ -134,7 +134,6 @@ class AdamW(ShardedOptimizer):
             if group.home.tier == "host":
                 group.pending.update = self._on_host(engine, index, runs, host_factor)
                 continue
-            assert gradient.value is not None
             on_cpu = engine.device.device.type == "cpu"
             scale = host_factor.get() if on_cpu else inverse
             for span, step in run_spans(self._tensors(group), gradient.value, runs):
@@ -153,12 +152,9 @@ class AdamW(ShardedOptimizer):
         group, gradient, meter = engine.groups[index], engine.gradients[index], engine.tiers.updates
         work: Callable[[], None]
         if group.home.on_disk:
-            grad = gradient.stored or gradient.value
-            assert grad is not None
-            parts = Parts(self._stores(group), grad)
+            parts = Parts(self._stores(group), gradient.source)
             work = DiskUpdate(group.name, parts, runs, engine.tiers, gradient.landing, factor).work
         else:
-            assert gradient.value is not None
             spans = run_spans(self._tensors(group), gradient.value, runs)
             work = in_memory(spans, gradient.landing, factor, meter, group.name)
         return self._early.commit_or(engine, group, runs, factor, work)

@@ -19,7 +19,6 @@ def out_of_place(engine: Engine, group: Group, speculation: Speculation) -> Call
 def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
     """The update of a group in host memory."""
     gradient, stores = engine.gradients[group.index], speculation.stores
-    assert gradient.value is not None
     sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, speculation.runs)
     targets = run_spans(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
     landing = gradient.landing
@@ -37,9 +36,7 @@ def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callab
 def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
     """The same for a group with states on disk."""
     gradient = engine.gradients[group.index]
-    grad = gradient.stored or gradient.value
-    assert grad is not None
-    parts = Parts(speculation.stores, grad, speculation.shadow.blocks)
+    parts = Parts(speculation.stores, gradient.source, speculation.shadow.blocks)
     update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
 
     def compute() -> None:

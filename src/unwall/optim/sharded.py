@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from unwall.optim.norm import clip_factor, over_ranks, sum_squares
+from unwall.optim.norm import clip_factor, over_ranks, total_squares
 from unwall.optim.scaler import LossScaler
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 from unwall.shards.group import Group
+from unwall.shards.squares import counted_part
 
 Found = tuple[Engine, Group, int]
 Held = tuple[Engine, int, set[int]]
@@ -146,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """``[sum of squares, not finite]`` of all gradients over all ranks, the loss scale still in."""
         total = None
         for engine in self.engines():
-            part = sum_squares(_pieces(engine, held), engine.device.device)
+            part = total_squares(_pieces(engine, held), engine.device.device)
             part = over_ranks(part, engine.ranks)
             total = part if total is None else total + part.to(total.device)
         assert total is not None
@@ -170,18 +171,18 @@ def _pieces(engine: Engine, held: list[Held]) -> Iterator[torch.Tensor]:
     """This rank's part of each gradient: every element of the model is counted on exactly one rank."""
     for owner, index, slots in held:
         gradient = engine.gradients[index]
-        if owner is not engine or not gradient.held:
+        if owner is not engine:
             continue
-        if slots != gradient.present:
-            gradient.square_sum = None  # it counts parameters of another optimizer
-        if gradient.square_sum is not None:
+        gradient.check()
+        if not gradient.held:
+            continue
+        mine = slots == gradient.present  # and not also parameters of another optimizer
+        if mine and gradient.square_sum is not None:
             yield gradient.square_sum  # measured on its way to the host
             continue
-        value = gradient.read()
         group = engine.groups[index]
-        offset = engine.ranks.rank * group.layout.shard_numel - group.own_start
-        part = value[offset : offset + group.layout.shard_numel]
-        if slots == gradient.present:
+        part = counted_part(gradient.read(), group, engine.ranks.rank)
+        if mine:
             yield part
             continue
         for segment in group.layout.segments(engine.ranks.rank):

@@ -59,7 +59,6 @@ class Wrapped(ShardedOptimizer):
         updated: set[nn.Parameter] = set()
         for engine, index, slots in held:
             group, value = engine.groups[index], engine.gradients[index].value
-            assert value is not None
             engine.gradients[index].await_landing()
             group.pending.settle()  # another optimizer's
             for slot in slots:

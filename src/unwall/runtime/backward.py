@@ -18,7 +18,7 @@ from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 from unwall.shards.group import Residence
 from unwall.tiers.ledger import BudgetError
 
@@ -40,7 +40,7 @@ class Backward:
     """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
 
     ``arriving`` is told of each group before a gradient of it is taken, and may refuse it. ``hand_out`` is called where whoever
-    uses landed gradients may be told of them.
+    uses reduced gradients may be told of them.
     """
 
     def __init__(

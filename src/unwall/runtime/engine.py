@@ -15,7 +15,7 @@ from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.meter import LinkMeter
@@ -59,7 +59,7 @@ class Engine:
         self.steps = 0
         """Optimizer steps since the statistics were reset."""
         self.listeners: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told of each gradient that has landed, during backward."""
+        """Told of each gradient that is reduced and on its way to its place, during backward."""
         self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told of each gradient that arrives. They may refuse it."""
         self.failures = FailureDomain()
@@ -72,9 +72,9 @@ class Engine:
 
     # -- optimizers that come and go ----------------------------------------------------------------------------------
 
-    def listen(self, landed: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
+    def listen(self, reduced: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
         """Tells an optimizer of gradients for as long as it lives."""
-        for methods, method in ((self.listeners, landed), (self.guards, guard)):
+        for methods, method in ((self.listeners, reduced), (self.guards, guard)):
             methods[:] = [known for known in methods if known() is not None]
             if method is not None:
                 methods.append(weakref.WeakMethod(method))
@@ -86,8 +86,8 @@ class Engine:
                 call(self, index)
 
     def _hand_out(self) -> None:
-        """Tells the optimizers which gradients have landed. Here, and nowhere else in a pass, they may wait for an update."""
-        for index in self.executor.take_landed():
+        """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
+        for index in self.executor.take_reduced():
             self._tell(self.listeners, index)
 
     def free_discarded(self) -> None:
@@ -106,7 +106,7 @@ class Engine:
     def settle(self) -> None:
         """Gradients in flight have been reduced."""
         self.executor.finish_reduces(departed=False)
-        self.executor.take_landed()  # whoever asks for this uses them now
+        self.executor.take_reduced()  # whoever asks for this uses them now
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""

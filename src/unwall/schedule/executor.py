@@ -7,7 +7,7 @@ from unwall.schedule.lane import ComputeLane
 from unwall.schedule.residency import Held, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.collectives import Ranks, Wish, pack_bits, unpack_bits
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.tiers import Tiers
@@ -36,7 +36,7 @@ class Executor:
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
-        self._landed: list[int] = []
+        self._reduced: list[int] = []
         self.phase = 0
         """Counts forwards and backwards."""
 
@@ -165,14 +165,14 @@ class Executor:
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
-            self._landed.append(index)
+            self._reduced.append(index)
             if departed:
                 self.gradients[index].await_departure()
 
-    def take_landed(self) -> list[int]:
+    def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
         hand out: an optimizer that is told may wait for an update, and nobody who makes room should."""
-        found, self._landed = self._landed, []
+        found, self._reduced = self._reduced, []
         return list(dict.fromkeys(found))
 
     def together(self, what: str) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from unwall.plan import Plan, PlanError
 from unwall.shards.collectives import Ranks
-from unwall.shards.gradients import Gradient
+from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, uncut
 from unwall.shards.layout import Layout, build_layout

@@ -1,79 +1,173 @@
-"""Where a group's gradient waits for its update when it has left the device: host memory, or the disk.
+"""Where a group's reduced gradient waits for its update: on the device, on the host, or on disk.
 
-Both places are kept from one step to the next, because an update may read them after the gradient was forgotten.
+[Note: landed]
+The sum of a pass comes into being on the device. Two calls move it to its place: ``begin`` starts the move, ``finish`` makes it
+a part of what is held and gives the memory on the device back. A gradient has *landed* when its bytes are in its place, so that
+whoever reads there finds them. Before that it is *reduced* (the average is known), and on its way.
+
+NOTHING  no gradient is held. Host and disk keep their place, where an update may still read what was held before.
+LANDING  the copy is on its way, ``landing`` is its ticket. The place is known, but reading it must wait for the ticket.
+LANDED   the sum of all passes so far is in its place.
+LOST     the place did not take it: reading raises why. Later passes are let go, because a sum without this one is of no use.
+
+``clear`` leads to NOTHING from anywhere. Several passes before a step add up in fp32, in memory of their own.
 """
+
+import enum
+from contextlib import suppress
 
 import torch
 
-from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
 from unwall.shards.store import Store
-from unwall.tiers.block import DiskBlock, MemoryBlock
-from unwall.tiers.host import DTYPES
+from unwall.tiers.block import MemoryBlock
+from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
 
-class LandingPlace:
-    """The place of one group's gradient, which arrives in ``dtype``. Memory is taken at first use."""
+class Holding(enum.Enum):
+    """See [Note: landed]."""
+
+    NOTHING = "nothing"
+    LANDING = "landing"
+    LANDED = "landed"
+    LOST = "lost"
+
+
+class Place:
+    """What all places share. ``dtype``: what gradients arrive in."""
+
+    flat: MemoryBlock | None = None
+    """On the device: the flat buffer, where that is kept between passes."""
+    landing: Ticket | None = None
+    """The copy on its way. None unless LANDING."""
+    square_sum: torch.Tensor | None = None
+    """Sum of squares of what this rank counts, measured while it passed. None: not measured, or not valid any more."""
 
     def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype) -> None:
-        self.on_disk = group.home.grads == "disk"
+        self.holding = Holding.NOTHING
         self._group = group
         self._tiers = tiers
         self._dtype = dtype
-        self._block: MemoryBlock | None = None
-        self._stores: dict[torch.dtype, Store] = {}
 
-    def memory(self) -> MemoryBlock:
-        """On the host."""
-        if self._block is None:
-            label = f"gradient shard of {self._group.name}"
-            self._block = self._tiers.memory("host", self._group.own_numel, self._dtype, label, pinned=True)
-        return self._block
+    def begin(self, incoming: MemoryBlock) -> None:
+        """The average of a pass is in ``incoming``: starts to move it. May be called again if it fails."""
+        raise NotImplementedError
 
-    def is_memory(self, block: MemoryBlock) -> bool:
-        return block is self._block
+    def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
+        """What was begun counts from now on. Both blocks belong to the place. ``flat``: the buffer that was sent."""
+        raise NotImplementedError
 
-    def store(self, dtype: torch.dtype | None = None) -> Store:
-        """On disk, for a gradient as it arrives or for a wider sum."""
-        dtype = self._dtype if dtype is None else dtype
-        for other in self._stores.values():
-            if other.dtype is not dtype:
-                other.go_back()  # they share their bytes on disk
-        if dtype not in self._stores:
-            group, label = self._group, f"gradient of group {self._group.name}"
-            wider = next(iter(self._stores.values()), None)
-            head = None
-            if wider is not None:
-                block = wider.block
-                assert isinstance(block, DiskBlock)
-                head = block.head(group.own_numel * dtype.itemsize)
-            self._stores[dtype] = Store(self._tiers, group.pending, "disk", group.own_numel, dtype, label, block=head)
-        return self._stores[dtype]
+    @property
+    def source(self) -> Store | torch.Tensor:
+        """Where the gradient is. Whoever reads there waits for ``landing`` first."""
+        self.check()
+        if self.holding is Holding.NOTHING:
+            raise RuntimeError(f"group {self._group.name} holds no reduced gradient: run backward first")
+        return self._source()
 
-    def add(self, stored: Store, incoming: torch.Tensor, ranks: Ranks) -> tuple[Store, torch.Tensor | None]:
-        """Adds to what is on disk, in fp32. Gives where the sum is, and its ``square_sum``."""
-        dtype = torch.promote_types(self._dtype, torch.float32)
-        before = stored.tensor(write=False).to(dtype, copy=True)
-        self._group.pending.staging.close()
-        if dtype not in self._stores:  # grows into a place of twice the size, of which a first pass later uses the head
-            self._stores.pop(self._dtype).free()
-        total = self.store(dtype).tensor()
-        torch.add(before, incoming.to(total.device), out=total)
-        square = square_sum(total, self._group, ranks)
-        self._group.pending.staging.close()
-        return self.store(dtype), square
+    def _source(self) -> Store | torch.Tensor:
+        raise NotImplementedError
 
+    def read(self, write: bool = False) -> torch.Tensor:
+        """The gradient as a tensor, landed. Without ``write`` it must not be changed."""
+        source = self.source
+        self.await_landing()
+        return source.tensor(write) if isinstance(source, Store) else source
 
-def square_sum(own: torch.Tensor, group: Group, ranks: Ranks) -> torch.Tensor | None:
-    """Sum of squares of the part of an owned run that this rank alone counts. None where no kernel measures it."""
-    layout = group.layout
-    part = own.narrow(0, ranks.rank * layout.shard_numel - group.own_start, layout.shard_numel)
-    if part.is_cuda:
-        norm: torch.Tensor = torch.linalg.vector_norm(part, dtype=torch.float32).double()
-        return norm.square()
-    if part.dtype not in DTYPES:
+    def check(self) -> None:
+        """Raises where the gradient is LOST."""
+
+    def await_landing(self) -> None:
+        """LANDING to LANDED."""
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing, self.holding = None, Holding.LANDED
+
+    def take_flat(self) -> MemoryBlock | None:
+        """Gives out the flat buffer, if there is one here, for a further pass."""
         return None
-    ticket, result = group.pool.sum_squares(part.data_ptr(), part.numel(), DTYPES[part.dtype], keep=(part,))
-    ticket.wait()
-    return torch.tensor(result.sum, dtype=torch.float64)
+
+    @property
+    def growth_bytes(self) -> int:
+        """Device memory that a further pass needs for its sum."""
+        return 0
+
+    def abandon(self) -> None:
+        """What was begun will not be finished. The copy has read ``incoming`` to its end."""
+        with suppress(Exception):  # nobody wants it any more
+            self.await_landing()
+
+    def clear(self) -> None:
+        """Holds nothing any more."""
+        self.holding, self.landing, self.square_sum = Holding.NOTHING, None, None
+
+    @property
+    def _wide(self) -> torch.dtype:
+        """What several passes add up in."""
+        return torch.promote_types(self._dtype, torch.float32)
+
+
+class OnDevice(Place):
+    """Lands at once: as the memory it was reduced into, or, with ``keep_flat`` (stages 0 and 1), in the flat buffer, which then
+    stays. A further pass moves it into fp32 memory of its own."""
+
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, *, keep_flat: bool) -> None:
+        super().__init__(group, tiers, dtype)
+        self._keep_flat = keep_flat
+        self._value: torch.Tensor | None = None
+        self._block: MemoryBlock | None = None
+        """The value's memory. None while it lies in the flat buffer."""
+
+    def begin(self, incoming: MemoryBlock) -> None:
+        """It is where it belongs."""
+
+    def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
+        if flat is not None and self._keep_flat:
+            self.flat = flat
+        elif flat is not None:
+            self._tiers.device.free(flat)
+        if self._value is None and self.flat is None:
+            self._block, self._value = incoming, incoming.view(self._dtype)
+        else:
+            if self._value is not None:
+                self._widen().add_(incoming.view(self._dtype))
+            elif self.flat is not None:
+                self._value = self.flat.view(self._dtype).narrow(0, self._group.own_start, self._group.own_numel)
+                self._value.copy_(incoming.view(self._dtype))
+            self._tiers.device.free(incoming)
+        self.holding = Holding.LANDED
+
+    def _source(self) -> torch.Tensor:
+        assert self._value is not None
+        return self._value
+
+    def take_flat(self) -> MemoryBlock | None:
+        if self._value is not None and self._block is None:
+            self._widen()
+        flat, self.flat = self.flat, None
+        return flat
+
+    @property
+    def growth_bytes(self) -> int:
+        grows = self._value is not None and self._value.dtype.itemsize < 4
+        return self._group.own_numel * 4 if grows else 0
+
+    def clear(self) -> None:
+        super().clear()
+        for block in (self._block, self.flat):
+            if block is not None:
+                self._tiers.device.free(block)
+        self._value = self._block = self.flat = None
+
+    def _widen(self) -> torch.Tensor:
+        """Moves the value into fp32 memory of its own."""
+        assert self._value is not None
+        if self._block is None or self._value.dtype is not self._wide:
+            label = f"gradient shard of {self._group.name}"
+            wide = self._tiers.memory("device", self._value.numel(), self._wide, label)
+            self._value = wide.view(self._wide).copy_(self._value)
+            if self._block is not None:
+                self._tiers.device.free(self._block)
+            self._block = wide
+        return self._value

@@ -1,0 +1,137 @@
+"""What autograd computes of a group's gradient on this rank, until the ranks add it up."""
+
+import torch
+
+from unwall.shards.group import Group
+from unwall.tiers.block import MemoryBlock
+from unwall.tiers.tiers import Tiers
+
+
+class Accumulator:
+    """This rank's own gradients of one group: those of the running pass in the flat buffer, in the dtype they travel in, and
+    the sum of passes inside ``no_sync`` beside it, in fp32.
+
+    Filling: the flat buffer has memory, from ``begin`` until ``keep_local`` or ``hand_over``. Only then is there a place to
+    ``take`` a gradient to; anything else raises.
+    """
+
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.arrived: set[int] = set()
+        """Parameters whose gradient is in the flat buffer."""
+        self._group = group
+        self._tiers = tiers
+        self._flat: MemoryBlock | None = None
+        self._local: MemoryBlock | None = None
+        self._local_slots: set[int] = set()
+        """Parameters that have a part in the local sum."""
+
+    @property
+    def filling(self) -> bool:
+        return self._flat is not None
+
+    @property
+    def pending(self) -> set[int]:
+        """Parameters with a gradient here."""
+        return self.arrived | self._local_slots
+
+    @property
+    def flat_bytes(self) -> int:
+        """The size of the flat buffer."""
+        return self._group.layout.padded_numel * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """Device memory that ``keep_local`` takes."""
+        return 0 if self._local is not None else self._group.layout.padded_numel * self._wide.itemsize
+
+    def begin(self, flat: MemoryBlock | None) -> None:
+        """Starts filling ``flat``, or new memory."""
+        if self._flat is not None:
+            raise RuntimeError(f"the gradients of group {self._group.name} are being filled already: end that first")
+        self._flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
+
+    def take(self, slot: int, grad: torch.Tensor) -> None:
+        """Copies (or adds) one parameter's gradient into the flat buffer."""
+        place = self._group.layout.slots[slot]
+        target = self._filled()[place.offset : place.end].view(grad.shape)
+        if slot in self.arrived:
+            target.add_(grad)
+        else:
+            target.copy_(grad)
+        self.arrived.add(slot)
+
+    def keep_local(self) -> None:
+        """The end of a pass inside ``no_sync``: what arrived is added to the local sum, and the flat buffer is freed."""
+        flat = self._filled()
+        self._clear_rest(flat)
+        if self._local is None:
+            self._local = self._tiers.memory("device", flat.numel(), self._wide, self._label)
+        self._local.view(self._wide).add_(flat)
+        self._local_slots |= self.arrived
+        self._free_flat()
+
+    def hand_over(self) -> MemoryBlock:
+        """All of this rank's gradients, local sum included, in the flat buffer, which is the caller's from now on."""
+        flat = self._filled()
+        self._clear_rest(flat)
+        if self._local is not None:
+            flat.copy_(self._local.view(self._wide).add_(flat))
+            self._free_local()
+        self.arrived.clear()
+        assert self._flat is not None
+        block, self._flat = self._flat, None
+        return block
+
+    def drop(self, slots: set[int]) -> None:
+        """Forgets the gradients of some parameters."""
+        self.arrived -= slots
+        for slot in self._local_slots & slots:
+            assert self._local is not None
+            place = self._group.layout.slots[slot]
+            self._local.view(self._wide)[place.offset : place.end].zero_()
+        self._local_slots -= slots
+        if not self._local_slots:
+            self._free_local()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        if self._flat is not None:
+            self._free_flat()
+        self._free_local()
+
+    @property
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def _label(self) -> str:
+        return f"gradients of {self._group.name}"
+
+    def _filled(self) -> torch.Tensor:
+        if self._flat is None:
+            raise RuntimeError(f"the gradients of group {self._group.name} have no flat buffer: begin first")
+        return self._flat.view(self.dtype)
+
+    def _clear_rest(self, flat: torch.Tensor) -> None:
+        """Zeroes what no gradient was written to: missing parameters and padding."""
+        end = 0
+        for index, slot in enumerate(self._group.layout.slots):
+            if index in self.arrived:
+                if end < slot.offset:
+                    flat[end : slot.offset].zero_()
+                end = slot.end
+        if end < flat.numel():
+            flat[end:].zero_()
+
+    def _free_flat(self) -> None:
+        assert self._flat is not None
+        self._tiers.device.free(self._flat)
+        self._flat = None
+        self.arrived.clear()
+
+    def _free_local(self) -> None:
+        if self._local is not None:
+            self._tiers.device.free(self._local)
+            self._local = None
+        self._local_slots.clear()

@@ -1,0 +1,172 @@
+"""Places for a gradient that leaves the device: host and disk. See [Note: landed] in shards/landing.py.
+
+Both are kept from one step to the next, because an update may read them after the gradient was forgotten.
+"""
+
+import torch
+
+from unwall.native.library import DiskError
+from unwall.shards.group import Group
+from unwall.shards.landing import Holding, Place
+from unwall.shards.squares import SquareSum, counted_part
+from unwall.shards.store import Store
+from unwall.tiers.block import DiskBlock, MemoryBlock
+from unwall.tiers.disk import named
+from unwall.tiers.tiers import Tiers
+
+
+class Away(Place):
+    """What host and disk share: leaving the device may fail. ``rank``: says which part of the gradient is counted here."""
+
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, rank: int) -> None:
+        super().__init__(group, tiers, dtype)
+        self._rank = rank
+        self._lost: Exception | None = None
+
+    def begin(self, incoming: MemoryBlock) -> None:
+        if self.holding is not Holding.LOST:
+            self._begin(incoming)
+
+    def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
+        if flat is not None:
+            self._tiers.device.free(flat)
+        try:
+            if self.holding is not Holding.LOST:
+                self._finish(incoming)
+        except Exception as error:
+            self.holding, self.landing, self._lost = Holding.LOST, None, error
+            if isinstance(error, DiskError):
+                self.check()
+            raise
+        finally:
+            self._tiers.device.free(incoming)
+
+    def _begin(self, incoming: MemoryBlock) -> None:
+        raise NotImplementedError
+
+    def _finish(self, incoming: MemoryBlock) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        if self._lost is None:
+            return
+        advice = "call zero_grad() and run the forward and backward of this step again"
+        if isinstance(self._lost, DiskError):
+            error: Exception = named(self._lost, f"keeping the gradient of group {self._group.name}")
+            error.add_note(advice)
+        else:
+            error = RuntimeError(f"the gradient of group {self._group.name} could not be kept ({self._lost}): {advice}")
+        raise error from self._lost
+
+    def clear(self) -> None:
+        super().clear()
+        self._lost = None
+
+    def _measure(self, own: torch.Tensor) -> torch.Tensor:
+        return SquareSum(counted_part(own, self._group, self._rank), lambda: self._group.pool).tensor()
+
+
+class OnHost(Away):
+    """Lands in page-locked memory. A further pass lands there, too, after what was there has moved into an fp32 sum."""
+
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, rank: int) -> None:
+        super().__init__(group, tiers, dtype, rank)
+        self._arrivals: Store | None = None
+        self._sum: Store | None = None
+
+    def _begin(self, incoming: MemoryBlock) -> None:
+        first = self.holding is Holding.NOTHING
+        if not first:
+            self._move_to_sum()
+        own = incoming.view(self._dtype)
+        self.square_sum = self._measure(own) if first and own.is_cuda else None
+        if self._arrivals is None:
+            self._arrivals = self._store(self._dtype, pinned=True)
+        self.landing = self._tiers.links.copy(incoming, self._arrivals.block, self._group.name)
+        self.holding = Holding.LANDING
+
+    def _finish(self, incoming: MemoryBlock) -> None:  # noqa: ARG002 (the copy holds on to its memory)
+        if self._sum is not None:
+            assert self._arrivals is not None
+            self.await_landing()
+            self._sum.tensor().add_(self._arrivals.tensor(write=False))
+
+    def _source(self) -> torch.Tensor:
+        held = self._sum or self._arrivals
+        assert held is not None
+        return held.tensor()
+
+    def clear(self) -> None:
+        super().clear()
+        if self._sum is not None:
+            self._sum.free()  # an update that still reads it has the tensor, and with it the memory
+            self._sum = None
+
+    def _move_to_sum(self) -> None:
+        self.await_landing()
+        if self._sum is None:
+            assert self._arrivals is not None
+            total = self._store(self._wide)
+            total.tensor().copy_(self._arrivals.tensor(write=False))
+            self._sum = total
+
+    def _store(self, dtype: torch.dtype, pinned: bool = False) -> Store:
+        label = f"gradient shard of {self._group.name}"
+        return Store(self._tiers, self._group.pending, "host", self._group.own_numel, dtype, label, pinned=pinned)
+
+
+class OnDisk(Away):
+    """Lands on disk. A further pass is added by reading, adding and writing back the whole, in fp32.
+
+    The first sum in fp32 grows the place to that size. Later first passes use its head, so stores of several dtypes share
+    their bytes, and only one of them may be out as a tensor.
+    """
+
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, rank: int) -> None:
+        super().__init__(group, tiers, dtype, rank)
+        self._stores: dict[torch.dtype, Store] = {}
+        self._now: Store | None = None
+        """The one that holds the gradient."""
+
+    def _begin(self, incoming: MemoryBlock) -> None:
+        if self.holding is Holding.NOTHING:
+            self.square_sum = self._measure(incoming.view(self._dtype))
+            self._now = self._store(self._dtype)
+            self.landing = self._tiers.links.copy(incoming, self._now.block, self._group.name)
+            self.holding = Holding.LANDING
+
+    def _finish(self, incoming: MemoryBlock) -> None:
+        if self.holding is Holding.LANDING:
+            self.await_landing()  # a copy to disk reads its source to the end
+        else:
+            self._add(incoming.view(self._dtype))
+
+    def _source(self) -> Store:
+        assert self._now is not None
+        return self._now
+
+    def _add(self, arrived: torch.Tensor) -> None:
+        before = self._source().tensor(write=False).to(self._wide, copy=True)
+        self._group.pending.staging.close()
+        if self._wide not in self._stores:
+            self._stores.pop(self._dtype).free()
+        self._now = self._store(self._wide)
+        total = self._now.tensor()
+        torch.add(before, arrived.to(total.device), out=total)
+        self.square_sum = self._measure(total)
+        self._group.pending.staging.close()
+
+    def _store(self, dtype: torch.dtype) -> Store:
+        for other in self._stores.values():
+            if other.dtype is not dtype:
+                other.go_back()
+        if dtype not in self._stores:
+            group, label = self._group, f"gradient of group {self._group.name}"
+            wider = next(iter(self._stores.values()), None)
+            head = None
+            if wider is not None:
+                block = wider.block
+                assert isinstance(block, DiskBlock)
+                head = block.head(group.own_numel * dtype.itemsize)
+            self._stores[dtype] = Store(self._tiers, group.pending, "disk", group.own_numel, dtype, label, block=head)
+        return self._stores[dtype]

@@ -1,0 +1,239 @@
+"""A group's gradient on its way: from autograd into the flat buffer, over the ranks, to the place where its update reads it.
+
+[Note: gradient]
+Three things happen to it, each by an object of its own. This rank's gradients are accumulated (shards/accumulate.py): ``take``
+each parameter's as autograd finishes it. The ranks' are reduced (shards/reduce.py): ``begin_reduce`` when all are in. The
+average lands (shards/landing.py): ``finish_reduce`` before anyone looks. Several passes before a step add up in fp32.
+
+A sum that is under way is in one of these phases, whatever earlier passes have left in the place (``Holding`` in
+shards/landing.py), and whatever this rank accumulates for its own turn meanwhile:
+
+IDLE      none is under way. No memory beyond what the accumulator and the place hold.
+REDUCING  a collective is under way: what is sent and what arrives have memory on the device.
+LEAVING   the average is known, and on its way to its place. That memory stays until ``finish_reduce``.
+"""
+
+import enum
+
+import torch
+
+from unwall.shards.accumulate import Accumulator
+from unwall.shards.away import OnDisk, OnHost
+from unwall.shards.collectives import Ranks
+from unwall.shards.group import Group
+from unwall.shards.landing import Holding, OnDevice, Place
+from unwall.shards.reduce import Reducer, Reduction
+from unwall.shards.store import Store
+from unwall.tiers.ticket import Ticket, hold_back
+from unwall.tiers.tiers import Tiers
+
+
+class Phase(enum.Enum):
+    """See [Note: gradient]."""
+
+    IDLE = "idle"
+    REDUCING = "reducing"
+    LEAVING = "leaving"
+
+
+class Gradient:
+    """The gradient of one group, in ``dtype`` on its way over the ranks.
+
+    ``keep_flat``: gradients are not cut (stages 0 and 1): the flat buffer stays, and the sum goes back into it.
+    ``everywhere`` (stage 0): every rank ends with the whole sum, so that every rank updates everything.
+    """
+
+    def __init__(
+        self, group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, *, keep_flat: bool, everywhere: bool
+    ) -> None:
+        self.group = group
+        self.phase = Phase.IDLE
+        self.passes = 0
+        """Reductions since the last step."""
+        self.serial = 0
+        """Counts reductions: says whether a gradient is still the one that was seen before."""
+        self.present: set[int] = set()
+        """Parameters that have a gradient on some rank, reduced, since the last step."""
+        self._forgotten: set[int] = set()
+        """Parameters whose gradients are still in the place, but not wanted any more."""
+        self._own = Accumulator(group, tiers, dtype)
+        self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere)
+        self._reduction: Reduction | None = None
+        """What is under way. None when IDLE."""
+        self._place = _place_of(group, tiers, ranks, dtype, keep_flat)
+
+    # -- this rank's gradients ----------------------------------------------------------------------------------------
+
+    @property
+    def arrived(self) -> set[int]:
+        """Parameters whose gradient of the running pass is in the flat buffer and not yet reduced."""
+        return self._own.arrived
+
+    @property
+    def pending(self) -> set[int]:
+        """Parameters with a gradient on this rank that was not reduced yet."""
+        return self._own.pending
+
+    @property
+    def local_bytes(self) -> int:
+        """Device memory that ``keep_local`` needs."""
+        return self._own.local_bytes
+
+    @property
+    def flat_bytes(self) -> int:
+        """Device memory that a pass over this group's backward takes: the flat buffer and, over ranks, what it becomes."""
+        sent = self._reduction is not None and self._reduction.has_flat  # it is back before the next pass takes one
+        there = self._own.filling or self._place.flat is not None or sent
+        return (0 if there else self._own.flat_bytes) + self._place.growth_bytes + self._reducer.nbytes
+
+    def take(self, slot: int, grad: torch.Tensor) -> None:
+        """Copies (or adds) one parameter's gradient into the flat buffer."""
+        self._fill()
+        self._own.take(slot, grad)
+
+    def keep_local(self) -> None:
+        """The end of a pass inside ``no_sync``: what arrived is added to this rank's own sum, in fp32."""
+        self.finish_reduce()
+        self._own.keep_local()
+
+    def drop_pending(self, slots: set[int]) -> None:
+        """Forgets gradients of some parameters that were not reduced yet."""
+        self._own.drop(slots)
+
+    def _fill(self) -> None:
+        """The flat buffer is there to be written to."""
+        self.finish_reduce()  # it may still be on its way
+        if not self._own.filling:
+            self._own.begin(self._place.take_flat())
+
+    # -- over the ranks, and to its place -----------------------------------------------------------------------------
+
+    def begin_reduce(self, present: set[int], contribute: bool = True) -> None:
+        """Starts the sum over ranks.
+
+        ``present``: parameters with a gradient on any rank. A rank that only serves another's wish does not ``contribute``:
+        it adds zeros and keeps what arrived for its own turn.
+        """
+        self.finish_reduce()
+        self._clear_forgotten()
+        self.present |= present
+        self.passes += 1
+        self.serial += 1
+        if contribute:
+            self._fill()
+        self._reduction = self._reducer.begin(self._own.hand_over() if contribute else None)
+        self.phase = Phase.REDUCING
+        if self._reducer.ranks.size == 1:
+            self._leave()
+
+    def finish_reduce(self) -> None:
+        """Waits for the sum, and hands it to its place, where it counts from now on. Nothing to do when IDLE."""
+        if self.phase is Phase.IDLE:
+            return
+        if self.phase is Phase.REDUCING:
+            self._leave()
+        self._expect(Phase.LEAVING)
+        reduction = self._end()
+        self._place.finish(reduction.incoming, reduction.release())
+
+    def _leave(self) -> None:
+        """REDUCING to LEAVING. May be called again if it fails."""
+        self._expect(Phase.REDUCING)
+        assert self._reduction is not None
+        self._reduction.wait()
+        self._place.begin(self._reduction.incoming)
+        self.phase = Phase.LEAVING
+
+    def _end(self) -> Reduction:
+        """To IDLE."""
+        assert self._reduction is not None
+        reduction, self._reduction = self._reduction, None
+        self.phase = Phase.IDLE
+        return reduction
+
+    def await_departure(self) -> None:
+        """Waits until the gradient has left the device, and its memory there is free."""
+        if self.landing is not None:
+            hold_back(self.landing, self._reducer.device.device)
+
+    def _expect(self, phase: Phase) -> None:
+        if self.phase is not phase:
+            raise RuntimeError(f"the gradient of group {self.group.name} is {self.phase.value}, expected {phase.value}")
+
+    # -- what is held for the update ----------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> bool:
+        """Whether there is a reduced gradient."""
+        return self._place.holding in (Holding.LANDING, Holding.LANDED)
+
+    def check(self) -> None:
+        """Raises where the gradient should be here, but its tier did not take it."""
+        self._place.check()
+
+    @property
+    def landing(self) -> Ticket | None:
+        """The copy that brings the gradient, until someone has waited for it. See [Note: landed] in shards/landing.py."""
+        return self._place.landing
+
+    def await_landing(self) -> None:
+        self._place.await_landing()
+
+    @property
+    def source(self) -> Store | torch.Tensor:
+        """The average over ranks of the owned run, in memory or on disk. Whoever reads there waits for ``landing`` first."""
+        return self._place.source
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The same where it is in memory."""
+        source = self.source
+        if isinstance(source, Store):
+            raise RuntimeError(f"the gradient of group {self.group.name} is on disk: read() it, or use its source")
+        return source
+
+    def read(self) -> torch.Tensor:
+        """The reduced gradient as a tensor, landed, wherever it is. Not to be changed."""
+        self.check()
+        self._clear_forgotten()
+        return self._place.read()
+
+    @property
+    def square_sum(self) -> torch.Tensor | None:
+        """Sum of squares of the part that this rank counts, measured while it passed. None: not measured, or not valid."""
+        return self._place.square_sum
+
+    def forget(self, slots: set[int]) -> None:
+        """Takes out the gradients of some parameters: at once for whoever asks, in memory when the others' are read or added
+        to. An update may be reading them now."""
+        if self.held:
+            self._place.square_sum = None
+            self._forgotten |= slots
+
+    def _clear_forgotten(self) -> None:
+        if not self._forgotten or not self.held:
+            return
+        value = self._place.read(write=True)
+        for segment in self.group.owned_segments():
+            if segment.slot in self._forgotten:
+                value[segment.shard_start : segment.shard_start + segment.numel].zero_()
+        self.group.pending.staging.close()
+        self._forgotten.clear()
+
+    def clear(self) -> None:
+        """Forgets every gradient (``zero_grad``, or after the step). What is on its way runs to its end; nothing lands."""
+        if self.phase is Phase.LEAVING:
+            self._place.abandon()
+        if self.phase is not Phase.IDLE:
+            self._end().discard()
+        self.present.clear()
+        self._forgotten.clear()
+        self.passes = 0
+        self._place.clear()
+        self._own.clear()
+
+
+def _place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> Place:
+    if group.home.tier == "device":
+        return OnDevice(group, tiers, dtype, keep_flat=keep_flat)
+    return (OnDisk if group.home.grads == "disk" else OnHost)(group, tiers, dtype, ranks.rank)

@@ -1,0 +1,121 @@
+"""The average of a group's gradient over the ranks.
+
+Each rank sends its flat buffer and gets the average of its shard; at stage 0 the shards are gathered again, so that every rank
+has all of it. A rank that only serves another's wish sends zeros. A rank alone has its average at once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from unwall.shards.collectives import Ranks, Work
+from unwall.shards.group import Group
+from unwall.tiers.block import MemoryBlock
+from unwall.tiers.device import DeviceTier
+
+
+class Reduction:
+    """A sum over the ranks in flight. It owns what is ``sent`` and what arrives until it is ``release``d or ``discard``ed."""
+
+    def __init__(
+        self, device: DeviceTier, dtype: torch.dtype, incoming: MemoryBlock, sent: MemoryBlock | None, *, served: bool
+    ) -> None:
+        self.incoming = incoming
+        """The average, after ``wait``."""
+        self.work: Work | None = None
+        self.divisor = 1
+        """What makes an average of the sum that ``work`` brings."""
+        self._device = device
+        self._dtype = dtype
+        self._sent = sent
+        self._served = served
+        """Only zeros were sent."""
+
+    @property
+    def has_flat(self) -> bool:
+        """Whether ``release`` gives a flat buffer back."""
+        return self._sent is not None and not self._served
+
+    def wait(self) -> None:
+        """``incoming`` is the average from now on. May be called again."""
+        if self.work is None:
+            return
+        self.work.wait()
+        self.work = None
+        if self.divisor != 1:
+            self.incoming.view(self._dtype).div_(self.divisor)
+
+    def release(self) -> MemoryBlock | None:
+        """After ``wait``: ``incoming`` is the caller's, and so is the flat buffer that this gives back, if it was sent."""
+        if self.work is not None:
+            raise RuntimeError(f"'{self.incoming.label}' are released, but still on their way over the ranks: wait first")
+        if self._sent is not None and self._served:
+            self._device.free(self._sent)
+        return self._sent if self.has_flat else None
+
+    def discard(self) -> None:
+        """Nobody wants it any more. The exchange runs to its end, and all memory is freed."""
+        if self.work is not None:
+            self.work.wait()
+        if self._sent is not None:
+            self._device.free(self._sent)
+        self._device.free(self.incoming)
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Starts the reductions of one group. ``dtype``: what gradients travel in. ``everywhere``: see stage 0 above."""
+
+    group: Group
+    device: DeviceTier
+    ranks: Ranks
+    dtype: torch.dtype
+    everywhere: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that a reduction takes beside the flat buffer."""
+        layout = self.group.layout
+        numel = layout.shard_numel + (layout.padded_numel if self.everywhere else 0)
+        return 0 if self.ranks.size == 1 else numel * self.dtype.itemsize
+
+    def begin(self, flat: MemoryBlock | None) -> Reduction:
+        """Sends ``flat``, which belongs to the reduction from now on, or zeros."""
+        if self.ranks.size == 1:
+            assert flat is not None, "a rank alone has nobody to serve"
+            return Reduction(self.device, self.dtype, flat, None, served=False)
+        taken = [] if flat is None else [flat]
+        try:
+            return self._begin(flat, taken)
+        except BaseException:
+            for block in taken:
+                self.device.free(block)
+            raise
+
+    def _begin(self, flat: MemoryBlock | None, taken: list[MemoryBlock]) -> Reduction:
+        """``taken``: gets what is freed if this fails."""
+        layout = self.group.layout
+        sent = self._allocate(layout.padded_numel, taken) if flat is None else flat
+        if flat is None:
+            sent.data.zero_()
+        if self.dtype is torch.float16:
+            sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
+        incoming = self._allocate(layout.shard_numel, taken)
+        reduction = Reduction(self.device, self.dtype, incoming, sent, served=flat is None)
+        reduction.divisor = 1 if self.dtype is torch.float16 else self.ranks.size
+        reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
+        if self.everywhere:  # here, not when it is waited for: every rank must call collectives in the same order
+            self._gather(reduction, taken)
+        return reduction
+
+    def _gather(self, reduction: Reduction, taken: list[MemoryBlock]) -> None:
+        """Waits for this rank's part and starts to gather all parts."""
+        reduction.wait()
+        part, reduction.incoming = reduction.incoming, self._allocate(self.group.layout.padded_numel, taken)
+        reduction.work, reduction.divisor = self.ranks.all_gather(reduction.incoming.view(self.dtype), part.view(self.dtype)), 1
+        taken.remove(part)
+        self.device.free(part)
+
+    def _allocate(self, numel: int, taken: list[MemoryBlock]) -> MemoryBlock:
+        taken.append(self.device.allocate(numel * self.dtype.itemsize, f"gradients of {self.group.name}"))
+        return taken[-1]
