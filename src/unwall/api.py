@@ -129,11 +129,11 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     try:
         yield found
     finally:
-        owner.executor.lane.leave()
+        owner.lane.leave()
         owner.finish()
         _wait_for_device(owner)
         read_stats(owner)
-        owner.executor.lane.collect()
+        owner.lane.collect()
         found.spans, timeline.spans = sorted(timeline.spans or [], key=lambda span: span.start), None
 
 

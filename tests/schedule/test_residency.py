@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unwall.schedule.residency import Held, choose_drops, next_missing
+from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 
 
@@ -15,7 +15,7 @@ from unwall.schedule.trace import Trace
     st.one_of(st.none(), st.integers(0, 9)),
 )
 def test_drops_are_enough_allowed_and_furthest_first(entries, needed, sooner_than):
-    held = [Held(index, nbytes, pinned) for index, (nbytes, pinned, _) in enumerate(entries)]
+    held = [Occupant(index, nbytes, pinned) for index, (nbytes, pinned, _) in enumerate(entries)]
     next_use = {index: use for index, (_, _, use) in enumerate(entries) if use is not None}
     far = [next_use.get(index, 100) for index in range(len(held))]
     allowed = [entry for entry in held if not entry.pinned and (sooner_than is None or far[entry.group] > sooner_than)]

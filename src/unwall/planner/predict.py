@@ -9,7 +9,7 @@ from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job
 from unwall.planner.memory import Terms, disk_peak_bytes, host_peak_bytes, terms_of
 from unwall.planner.pace import dtype_name, pace_of, update_bytes
-from unwall.planner.simulate import Simulation
+from unwall.planner.simulation.run import Simulation
 from unwall.tiers.ledger import TierName
 
 _DAY_S = 86_400
@@ -124,7 +124,7 @@ def bound_of(job: Job, hardware: Hardware) -> tuple[Work, Bound]:
 
 
 def predict(job: Job, hardware: Hardware) -> Prediction:
-    """Everything there is to say. ``simulate.NoRoomError`` where the device budget does not hold what is in use at once."""
+    """Everything there is to say. ``BudgetError`` where the device budget does not hold what is in use at once."""
     dtype = job.plan.compute_dtype
     work, bound = bound_of(job, hardware)
     simulated = Simulation(job, pace_of(hardware, dtype)).run()

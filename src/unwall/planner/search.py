@@ -18,7 +18,7 @@ from unwall.planner.job import Job, Workload
 from unwall.planner.outline import Outline
 from unwall.planner.pace import pace_of
 from unwall.planner.predict import Prediction, predict
-from unwall.planner.simulate import NoRoomError
+from unwall.tiers.ledger import BudgetError
 from unwall.tiers.sizes import format_bytes
 
 MAX_PARAMS = 2000
@@ -122,5 +122,6 @@ class Search:
             return str(lack)
         try:
             return Tried(candidate, job, predict(job, self.hardware))
-        except NoRoomError as error:
-            return str(error)
+        except BudgetError as error:
+            asked, live, budget = (format_bytes(each) for each in (error.asked_bytes, error.live_bytes, error.budget_bytes))
+            return f"what is in use at once needs {asked} more on the device, {live} of {budget} are taken"

@@ -22,6 +22,7 @@ from unwall.native.library import DiskError
 from unwall.plan import Plan
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame
+from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.saved import SavedTensors
 from unwall.schedule.executor import Executor
@@ -63,7 +64,8 @@ class Engine:
         self.device = tiers.device
         self.ranks = ranks
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
-        self.executor = Executor(groups, gradients, tiers, ranks)
+        self.lane = ComputeLane(tiers.links)
+        self.executor = Executor(groups, gradients, tiers.device.ledger, ranks, self.lane)
         self.places = {id(param): (group.index, slot) for group in groups for slot, param in enumerate(group.params)}
         self.names = {id(module): name for name, module in model.named_modules()}
         self.sync = True

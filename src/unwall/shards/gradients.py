@@ -70,6 +70,11 @@ class Gradient:
         """Whether there is a reduced gradient."""
         return self.value is not None or self.stored is not None
 
+    @property
+    def leaves(self) -> bool:
+        """The sum leaves the device: the update runs on the host."""
+        return self._leaves
+
     def check(self) -> None:
         """Raises where the gradient should be here, but its tier did not take it."""
         if self._lost is None:
