@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from unwall.schedule.backend import GradientBackend, GroupBackend, Lane, RanksBackend
 from unwall.schedule.residency import Occupant, choose_drops, next_missing
@@ -15,8 +16,11 @@ LOOK_AHEAD = 2
 REDUCES_IN_FLIGHT = 2
 """Gradients that may be on their way over the ranks at once (each holds a flat buffer)."""
 
+AnyGroup = TypeVar("AnyGroup", bound=GroupBackend)
+AnyGradient = TypeVar("AnyGradient", bound=GradientBackend)
 
-class Executor:
+
+class Executor(Generic[AnyGroup, AnyGradient]):
     """Keeps the groups that are in use on the device, within the budget of its ``ledger``.
 
     A group is pinned while anything may read it; pins are counted. Everything else stays for as long as there is room.
@@ -25,8 +29,8 @@ class Executor:
 
     def __init__(
         self,
-        groups: Sequence[GroupBackend],
-        gradients: Sequence[GradientBackend],
+        groups: Sequence[AnyGroup],
+        gradients: Sequence[AnyGradient],
         ledger: Ledger,
         ranks: RanksBackend,
         lane: Lane,
