@@ -1,6 +1,6 @@
 """Writes docs/paper-tables.md, docs/efficiency.svg and docs/scaling.svg: published numbers beside what we compute.
 
-python bench/paper_tables.py [directory]
+python -m bench.paper_tables [directory]
 """
 
 import math
@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from unwall.planner import draw, ends, formulas, paper
+from bench import ends, paper
+from unwall.planner import draw, formulas
 from unwall.planner.hardware import BLOCK_SHARE, Hardware, load
 
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5a9e", "#c97b12")
@@ -24,7 +25,7 @@ def main() -> None:
     (folder / "paper-tables.md").write_text(page(points))
 
 
-def page(points: list[ends.Point]) -> str:
+def page(points: list[ends.ScalingPoint]) -> str:
     sections = (header(), zero(), infinity(), efficiency(), largest(), scaling(points), tiling(), missing())
     return "\n".join(line for section in sections for line in (*section, "")).rstrip() + "\n"
 
@@ -34,8 +35,8 @@ def wrap(text: str, indent: str = "") -> list[str]:
 
 
 def header() -> list[str]:
-    text = """Written by `python bench/paper_tables.py`; do not edit. The formulas are `src/unwall/planner/formulas.py`, the
-        published numbers `src/unwall/planner/paper.py`; `tests/planner/test_formulas.py` checks every cell. A cell shows the
+    text = """Written by `python -m bench.paper_tables`; do not edit. The formulas are `src/unwall/planner/formulas.py`, the
+        published numbers `bench/paper.py`; `tests/bench/test_paper.py` checks every cell. A cell shows the
         published number, then the computed one with two more digits. **t**: the computed number gives the printed digits when
         it is cut off instead of rounded."""
     return ["# Published numbers and ours", "", *wrap(text)]
@@ -167,7 +168,7 @@ def fits_words(cluster: Hardware) -> str:
     return f"{params / 1e12:.1f}T ({layers} x {hidden}) {' and '.join(shown)}"
 
 
-def scaling(points: list[ends.Point]) -> list[str]:
+def scaling(points: list[ends.ScalingPoint]) -> list[str]:
     first, last = points[0], points[-1]
     gain = last.tflops / first.tflops
     text = f"""Published: better than linear scaling from 64 to 512 V100, because the memory and the bandwidth that states are
@@ -200,7 +201,7 @@ def scaling(points: list[ends.Point]) -> list[str]:
     ]
 
 
-def scaling_picture(points: list[ends.Point]) -> str:
+def scaling_picture(points: list[ends.ScalingPoint]) -> str:
     first = points[0]
     simulated = [(float(point.devices), point.tflops * point.devices / 1e3) for point in points]
     linear = [(float(point.devices), first.tflops * point.devices / 1e3) for point in points]

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from unwall.plan import Plan
-from unwall.planner.outline import Outline, Segment
+from unwall.planner.outline import Outline, Stretch
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
 from unwall.shards.build import plan_groups, sizes_of
 from unwall.shards.grouping import Unit
@@ -75,8 +75,8 @@ class Job:
         return frozenset(self.shadowed)
 
     @cached_property
-    def segments(self) -> list[Segment]:
-        return self.outline.segments([unit for unit, _ in self.planned])
+    def stretches(self) -> list[Stretch]:
+        return self.outline.stretches([unit for unit, _ in self.planned])
 
     def held_bytes(self) -> dict[str, int]:
         """By tier, between passes; as the engine counts."""

@@ -13,7 +13,7 @@ from torch import nn
 from unwall.native.disk import DiskEngine
 from unwall.native.memory import HostMemory
 from unwall.native.pool import AdamWStep, DType, WorkerPool
-from unwall.planner.formulas import UPDATE_SPLIT_BYTES
+from unwall.planner.formulas import SPLIT_UPDATE_TRAFFIC_BYTES
 
 ROUNDS = 7
 LIMIT_S = 0.3
@@ -118,7 +118,7 @@ def update_rate(threads: int) -> float:
                 remainder=at["remainder"],
             ).wait()  # fmt: skip
 
-        return UPDATE_SPLIT_BYTES * numel / best_s(work, torch.device("cpu"))
+        return SPLIT_UPDATE_TRAFFIC_BYTES * numel / best_s(work, torch.device("cpu"))
 
 
 def device_memory_rate(device: torch.device) -> float:

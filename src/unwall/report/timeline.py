@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from unwall.tiers.meter import Span
+from unwall.tiers.meter import LaneSpan
 
 LANES = (
     "compute",
@@ -26,12 +26,12 @@ _COLOURS = ("#4269d0", "#ff725c", "#9c6b4e", "#3ca951", "#efb118", "#a463f2", "#
 _WIDTH, _ROW, _LEFT, _TOP = 1400, 34, 110, 30
 
 
-def lanes_of(spans: Sequence[Span]) -> list[str]:
+def lanes_of(spans: Sequence[LaneSpan]) -> list[str]:
     found = {span.lane for span in spans}
     return [lane for lane in LANES if lane in found] + sorted(found - set(LANES))
 
 
-def busy_seconds(spans: Sequence[Span], lane: str) -> float:
+def busy_seconds(spans: Sequence[LaneSpan], lane: str) -> float:
     """Time in which at least one span of the lane was under way."""
     total, until = 0.0, float("-inf")
     for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.start):
@@ -40,7 +40,7 @@ def busy_seconds(spans: Sequence[Span], lane: str) -> float:
     return total
 
 
-def chrome_trace(spans: Sequence[Span]) -> str:
+def chrome_trace(spans: Sequence[LaneSpan]) -> str:
     """For chrome://tracing and Perfetto."""
     lanes = lanes_of(spans)
     events: list[dict[str, object]] = [
@@ -62,7 +62,7 @@ def chrome_trace(spans: Sequence[Span]) -> str:
     return json.dumps({"traceEvents": events})
 
 
-def picture(spans: Sequence[Span], title: str = "") -> str:
+def picture(spans: Sequence[LaneSpan], title: str = "") -> str:
     """The same as an SVG: one row a lane, one box a span, its name on hovering."""
     lanes = lanes_of(spans)
     first = min((span.start for span in spans), default=0.0)
@@ -97,7 +97,7 @@ def picture(spans: Sequence[Span], title: str = "") -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def stalls(spans: Sequence[Span]) -> list[tuple[str, float]]:
+def stalls(spans: Sequence[LaneSpan]) -> list[tuple[str, float]]:
     """What was waited for, the longest first."""
     found: dict[str, float] = {}
     for span in spans:
@@ -110,7 +110,7 @@ class Profile:
     """What ``unwall.profile`` recorded. Filled when its context is left."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[LaneSpan] = []
 
     def save_trace(self, path: str | Path) -> None:
         """A Chrome trace (chrome://tracing, Perfetto)."""

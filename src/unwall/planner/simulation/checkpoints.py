@@ -17,7 +17,7 @@ class Checkpoints:
         self._back: dict[int, Task] = {}
 
     def step(self, block: int | None, what: str) -> Task | None:
-        """Before a segment computes. What it must wait for."""
+        """Before a stretch computes. What it must wait for."""
         if block is None or not self._block_bytes:
             return None
         rates, new = self._rank.pace.ceilings, self._last != (block, what)

@@ -48,21 +48,21 @@ class Simulation:
         self._last_pass = False
         self._checkpoints = Checkpoints(self.rank)
         load = job.workload
-        self._places = passes_of(job.segments, load.recompute)
-        self._seconds = [pace.compute_s(job.segments[segment], load.batch, load.seq, what) for segment, what in self._places]
+        self._places = passes_of(job.stretches, load.recompute)
+        self._seconds = [pace.compute_s(job.stretches[stretch], load.batch, load.seq, what) for stretch, what in self._places]
         self._last_backward = {
             index: place
-            for place, (segment, what) in enumerate(self._places)
+            for place, (stretch, what) in enumerate(self._places)
             if what == "backward"
-            for index in job.segments[segment].groups
+            for index in job.stretches[stretch].groups
         }
         self._teach()
 
     def _teach(self) -> None:
         """The trace knows the order from the start, as after a first step."""
         self.executor.trace.begin(True)
-        for segment, _ in self._places:
-            for index in self.job.segments[segment].groups:
+        for stretch, _ in self._places:
+            for index in self.job.stretches[stretch].groups:
                 self.executor.trace.record(index)
 
     def run(self) -> Simulated:
@@ -96,8 +96,8 @@ class Simulation:
         executor.trace.begin(True)
         backward_pins: set[int] = set()
         for place, (number, what) in enumerate(self._places):
-            segment = self.job.segments[number]
-            for index in segment.groups:
+            stretch = self.job.stretches[number]
+            for index in stretch.groups:
                 if index in backward_pins:
                     executor.trace.record(index)
                 else:
@@ -108,11 +108,11 @@ class Simulation:
                         executor.release(index)
             if what == "begin":
                 continue
-            arrivals = [self.groups[index].arrival for index in segment.groups]
-            kept = self._checkpoints.step(segment.block, what)
+            arrivals = [self.groups[index].arrival for index in stretch.groups]
+            kept = self._checkpoints.step(stretch.block, what)
             self.rank.compute(self._seconds[place], [*arrivals, kept])
             if what == "backward":
-                for index in segment.groups:
+                for index in stretch.groups:
                     self._take_gradient(index)
                     if self._last_backward[index] == place:
                         if self.gradients[index].pending:
