@@ -52,6 +52,27 @@ def test_a_pass_is_predicted_from_the_one_before_and_wraps_around():
     assert trace.next_use() == {1: 0, 2: 1, 0: 3}
 
 
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_the_next_use_is_looked_up_as_it_would_be_listed(order):
+    trace = Trace()
+    passes(trace, order)
+    trace.begin("train")
+    for group in order:
+        listed = {}
+        for distance, upcoming in enumerate(trace.upcoming()):
+            listed.setdefault(upcoming, distance)
+        assert trace.next_use() == listed
+        assert trace.next_use().get(9) is None
+        trace.record(group)
+
+
+def test_a_pass_that_ends_early_becomes_the_prediction():
+    trace = Trace()
+    passes(trace, [0, 1, 2], [0, 1])
+    trace.begin("train")
+    assert list(trace.upcoming()) == [0, 1, 0, 1]
+
+
 def test_another_order_ends_the_prediction_for_this_pass_only():
     trace = Trace()
     passes(trace, [0, 1, 2], [0, 2])
