@@ -55,7 +55,7 @@ class DryRun:
     bytes_held: dict[TierName, int]
     """Of one rank, by the tiers' own accounts: parameters, master, moments."""
     formula_bytes: float
-    """The same by the formula, without padding: bytes a parameter, over the ranks."""
+    """The same by the formula, without padding: bytes per parameter, over the ranks."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _check(rank: int, held: dict[TierName, int], expected: dict[TierName, int]) 
 
 
 def _formula(layouts: Sequence[Layout], plan: Plan, ranks: int, padded: bool = False) -> float:
-    """Bytes a parameter, cut as the stage says. ``padded``: with the most that padding can add."""
+    """Bytes per parameter, cut as the stage says. ``padded``: with the most that padding can add."""
     total = 0.0
     for layout in layouts:
         item, states = layout.dtype.itemsize, ADAM_BYTES + master_bytes(layout.dtype)

@@ -1,7 +1,7 @@
 """The memory and bandwidth model of ZeRO and ZeRO-Infinity. Pure arithmetic: no torch, no machine.
 
 Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857). Parameters are counted in elements, ``batch`` in samples,
-``seq`` in tokens a sample; whose batch it is (a device's, a node's) the caller decides, and the answer is that one's.
+``seq`` in tokens per sample; whose batch it is (a device's, a node's) the caller decides, and the answer is that one's.
 """
 
 from collections.abc import Mapping
@@ -131,7 +131,7 @@ def efficiency(intensity: float, bytes_per_s: float, flops_per_s: float) -> floa
 
 
 def bandwidth_for(share: float, intensity: float, flops_per_s: float) -> float:
-    """Bytes a second that give this efficiency: the inverse of :func:`efficiency`."""
+    """Bytes per second that give this efficiency: the inverse of :func:`efficiency`."""
     if not 0 <= share < 1:
         raise ValueError(f"an efficiency is at least 0 and below 1, got {share!r}")
     _check_positive(intensity=intensity, flops_per_s=flops_per_s)

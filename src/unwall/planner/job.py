@@ -39,7 +39,7 @@ class Workload:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
         if self.update_in_backward and (self.clip or self.passes > 1):
-            raise ValueError("update_in_backward goes with one pass a step, and without clipping")
+            raise ValueError("update_in_backward goes with one pass per step, and without clipping")
         if self.activations not in ("keep", "recompute", "host"):
             raise ValueError(f"activations is keep, recompute or host, got {self.activations!r}")
 

@@ -1,4 +1,4 @@
-"""Bytes a tier, each term named. The sums are those of ``shards/placement.py``, which the engine decides by."""
+"""Bytes per tier, each term named. The sums are those of ``shards/placement.py``, which the engine decides by."""
 
 from unwall.planner.job import Job, shadow_bytes
 from unwall.shards.build import ADAM_BYTES

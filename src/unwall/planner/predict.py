@@ -1,4 +1,4 @@
-"""From a job and a machine to numbers: bytes a tier and link, the bound of a step, and the step as it is simulated."""
+"""From a job and a machine to numbers: bytes per tier and link, the bound of a step, and the step as it is simulated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
