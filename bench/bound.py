@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.shapes import SHAPES
+from unwall.planner.formulas import SPLIT_UPDATE_TRAFFIC_BYTES as UPDATE_BYTES
 
-UPDATE_BYTES = 26
-"""Host memory that AdamW on a split master reads and writes, a parameter: gradient 2, bf16 half 4, remainder 4, moments 16."""
 STATE_BYTES = 14
 """A parameter with its states at their smallest: bf16 2, remainder 2, moments 8, gradient 2."""
 FETCH_BYTES = 4

@@ -1,18 +1,19 @@
 """Writes docs/paper-tables.md, docs/efficiency.svg and docs/scaling.svg: published numbers beside what we compute.
 
-python bench/paper_tables.py [directory]
+python -m bench.paper_tables [directory]
 """
 
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-from unwall.planner import draw, ends, formulas, paper
+from bench import ends, paper
+from unwall.planner import draw, formulas
 from unwall.planner.hardware import BLOCK_SHARE, Hardware, load
+from unwall.svg import COLOURS, Picture
 
-COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5a9e", "#c97b12")
 WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 220, 54, 46, 70
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     (folder / "paper-tables.md").write_text(page(points))
 
 
-def page(points: list[ends.Point]) -> str:
+def page(points: list[ends.ScalingPoint]) -> str:
     sections = (header(), zero(), infinity(), efficiency(), largest(), scaling(points), tiling(), missing())
     return "\n".join(line for section in sections for line in (*section, "")).rstrip() + "\n"
 
@@ -34,8 +35,8 @@ def wrap(text: str, indent: str = "") -> list[str]:
 
 
 def header() -> list[str]:
-    text = """Written by `python bench/paper_tables.py`; do not edit. The formulas are `src/unwall/planner/formulas.py`, the
-        published numbers `src/unwall/planner/paper.py`; `tests/planner/test_formulas.py` checks every cell. A cell shows the
+    text = """Written by `python -m bench.paper_tables`; do not edit. The formulas are `src/unwall/planner/formulas.py`, the
+        published numbers `bench/paper.py`; `tests/bench/test_paper.py` checks every cell. A cell shows the
         published number, then the computed one with two more digits. **t**: the computed number gives the printed digits when
         it is cut off instead of rounded."""
     return ["# Published numbers and ours", "", *wrap(text)]
@@ -167,7 +168,7 @@ def fits_words(cluster: Hardware) -> str:
     return f"{params / 1e12:.1f}T ({layers} x {hidden}) {' and '.join(shown)}"
 
 
-def scaling(points: list[ends.Point]) -> list[str]:
+def scaling(points: list[ends.ScalingPoint]) -> list[str]:
     first, last = points[0], points[-1]
     gain = last.tflops / first.tflops
     text = f"""Published: better than linear scaling from 64 to 512 V100, because the memory and the bandwidth that states are
@@ -200,7 +201,7 @@ def scaling(points: list[ends.Point]) -> list[str]:
     ]
 
 
-def scaling_picture(points: list[ends.Point]) -> str:
+def scaling_picture(points: list[ends.ScalingPoint]) -> str:
     first = points[0]
     simulated = [(float(point.devices), point.tflops * point.devices / 1e3) for point in points]
     linear = [(float(point.devices), first.tflops * point.devices / 1e3) for point in points]
@@ -251,47 +252,37 @@ def picture() -> str:
         ("optimizer states", 1e10, 1e13, optimizer),
         ("activation checkpoints", 1e8, 1e11, checkpoints),
     )
-    width, height = 3 * (WIDTH + GAP) + 20, HEIGHT + TOP + 50
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<text x="12" y="18" font-size="14">Efficiency on a V100 (70 TFLOP/s), 1024 tokens a sample, nothing overlapped</text>',
-    ]
-    for index, (title, low, high, curves) in enumerate(panels):
-        lines += panel(LEFT + index * (WIDTH + GAP), title, low, high, curves)
-    return "\n".join([*lines, "</svg>", ""])
+    title = "Efficiency on a V100 (70 TFLOP/s), 1024 tokens a sample, nothing overlapped"
+    found = Picture(3 * (WIDTH + GAP) + 20, HEIGHT + TOP + 50, title)
+    for index, (name, low, high, lines) in enumerate(panels):
+        panel(found, LEFT + index * (WIDTH + GAP), name, (low, high), lines)
+    return str(found)
 
 
-def panel(left: int, title: str, low: float, high: float, curves: list[tuple[str, float]]) -> Iterable[str]:
+def panel(found: Picture, left: int, title: str, rates: tuple[float, float], lines: list[tuple[str, float]]) -> None:
+    low, high = rates
+
     def across(rate: float) -> float:
         return left + WIDTH * math.log(rate / low) / math.log(high / low)
 
     def down(share: float) -> float:
         return TOP + HEIGHT * (1 - share)
 
-    yield f'<text x="{left}" y="{TOP - 8}" font-weight="bold">{title}</text>'
+    found.text(left, TOP - 8, title, bold=True)
     for tenth in range(0, 11, 2):
         y = down(tenth / 10)
-        yield f'<line x1="{left}" x2="{left + WIDTH}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        yield f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{tenth * 10}%</text>'
+        found.line(left, y, left + WIDTH, y)
+        found.text(left - 6, y + 4, f"{tenth * 10}%", anchor="end")
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
         x = across(10.0**power)
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + HEIGHT}" stroke="#ddd"/>'
-        yield f'<text x="{x:.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{10.0**power / 1e9:g}</text>'
-    yield f'<text x="{left + WIDTH / 2}" y="{TOP + HEIGHT + 36}" text-anchor="middle">GB/s a device</text>'
-    for number, (name, intensity) in enumerate(curves):
-        yield curve(across, down, low, high, intensity, COLOURS[number])
-        y = TOP + HEIGHT - 74 + 15 * number
-        yield f'<text x="{left + WIDTH - 6}" y="{y}" text-anchor="end" fill="{COLOURS[number]}">{name}</text>'
-
-
-def curve(
-    across: Callable[[float], float], down: Callable[[float], float], low: float, high: float, intensity: float, colour: str
-) -> str:
-    rates = [low * (high / low) ** (step / 60) for step in range(61)]
-    shares = [formulas.efficiency(intensity, rate, paper.V100_FLOPS_PER_S) for rate in rates]
-    points = " ".join(f"{across(rate):.1f},{down(share):.1f}" for rate, share in zip(rates, shares, strict=True))
-    return f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>'
+        found.line(x, TOP, x, TOP + HEIGHT)
+        found.text(x, TOP + HEIGHT + 16, f"{10.0**power / 1e9:g}", anchor="middle")
+    found.text(left + WIDTH / 2, TOP + HEIGHT + 36, "GB/s a device", anchor="middle")
+    steps = [low * (high / low) ** (step / 60) for step in range(61)]
+    for number, (name, intensity) in enumerate(lines):
+        shares = [formulas.efficiency(intensity, rate, paper.V100_FLOPS_PER_S) for rate in steps]
+        found.curve([(across(rate), down(share)) for rate, share in zip(steps, shares, strict=True)], COLOURS[number])
+        found.text(left + WIDTH - 6, TOP + HEIGHT - 74 + 15 * number, name, anchor="end", fill=COLOURS[number])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import unwall
 from unwall import Plan, PlanError
-from unwall.deepspeed import Kind, read, translate
+from unwall.deepspeed import Outcome, read, translate
 
 ZERO2_CPU = {
     "train_batch_size": 64,
@@ -140,7 +140,7 @@ def test_zero2_with_the_optimizer_on_the_host():
     assert "betas=(0.9, 0.95)" in entries["optimizer.params.betas"].became
     assert "divided by 8" in entries["gradient_accumulation_steps"].became
     assert "scale = 2.0**12" in entries["fp16.initial_scale_power"].became
-    assert entries["fp16.hysteresis"].kind is Kind.MISSING
+    assert entries["fp16.hysteresis"].outcome is Outcome.MISSING
     assert any("optimizer.scale(loss)" in note for note in found.notes)
 
 
@@ -148,18 +148,18 @@ def test_zero3_as_the_trainer_fills_it_in():
     found = translate(ZERO3_HF)
     assert found.plan == Plan(stage=3, params="host", optimizer="host", compute_dtype=torch.bfloat16)
     for entry in found.entries:
-        assert (entry.kind is Kind.OPEN) == (entry.value == "auto"), entry
+        assert (entry.outcome is Outcome.OPEN) == (entry.value == "auto"), entry
     entries = became(ZERO3_HF)
     assert entries["zero_optimization.reduce_bucket_size"].became == "unwall decides"
     assert entries["optimizer.params.lr"].became == "your script decides"
-    assert entries["fp16.hysteresis"].kind is Kind.NOT_NEEDED  # not computing in fp16
+    assert entries["fp16.hysteresis"].outcome is Outcome.NOT_NEEDED  # not computing in fp16
     assert "weight_decay" not in entries["optimizer.type"].became  # it is there, and left open
 
 
 def test_zero3_on_nvme():
     found = translate(ZERO3_NVME)
     assert found.plan == Plan(stage=3, params="disk", optimizer="disk", disk="/local_nvme", reduce_dtype=torch.float32)
-    missing = {entry.key for entry in found.entries if entry.kind is Kind.MISSING}
+    missing = {entry.key for entry in found.entries if entry.outcome is Outcome.MISSING}
     assert missing == {"activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"}
     assert found.plan.activations == "keep"
 
@@ -167,7 +167,7 @@ def test_zero3_on_nvme():
 @pytest.mark.parametrize("name", REAL)
 def test_real_files_have_no_unknown_keys_and_print_as_a_table(name):
     found = translate(REAL[name])
-    assert not [entry for entry in found.entries if entry.kind is Kind.UNKNOWN]
+    assert not [entry for entry in found.entries if entry.outcome is Outcome.UNKNOWN]
     lines = str(found).splitlines()
     assert lines[0] == str(found.plan)
     assert len(lines) == 2 + len(found.entries) + len(found.notes)
@@ -214,7 +214,7 @@ def test_unknown_keys_are_listed_with_the_nearest_known_one():
         "my_key": {"inner": [1, {"a": 2}]},
         "zero_optimisation": {"stage": 3},
     }
-    unknown = {entry.key: entry.became for entry in translate(config).entries if entry.kind is Kind.UNKNOWN}
+    unknown = {entry.key: entry.became for entry in translate(config).entries if entry.outcome is Outcome.UNKNOWN}
     assert set(unknown) == {"zero_optimization.stage3_prefetch_bucketsize", "my_key.inner", "zero_optimisation.stage"}
     assert (
         "did you mean zero_optimization.stage3_prefetch_bucket_size?" in unknown["zero_optimization.stage3_prefetch_bucketsize"]
@@ -225,7 +225,10 @@ def test_unknown_keys_are_listed_with_the_nearest_known_one():
 def test_a_dotted_key_is_not_taken_for_a_nested_one():
     found = translate(zero(stage=1) | {"zero_optimization.stage": 3})
     assert found.plan.stage == 1
-    assert [entry.kind for entry in found.entries if entry.key == "zero_optimization.stage"] == [Kind.PLAN, Kind.UNKNOWN]
+    assert [entry.outcome for entry in found.entries if entry.key == "zero_optimization.stage"] == [
+        Outcome.PLAN,
+        Outcome.UNKNOWN,
+    ]
 
 
 # -- single keys ----------------------------------------------------------------------------------------------------------
@@ -319,32 +322,32 @@ def test_reduce_dtype(keys, dtype):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "kind", "words"),
+    ("optimizer", "outcome", "words"),
     [
-        ({"type": "Adam"}, Kind.OPTIMIZER, r"unwall.AdamW .*weight_decay=0.0"),
-        ({"type": "adam", "params": {"adam_w_mode": False}}, Kind.OPTIMIZER, r"wrap\(torch.optim.Adam\("),
-        ({"type": "SGD", "params": {"momentum": 0.9}}, Kind.OPTIMIZER, r"wrap\(torch.optim.SGD\("),
-        ({"type": "OneBitAdam", "params": {"freeze_step": 400}}, Kind.MISSING, "neither in unwall nor in torch.optim"),
-        ({"type": "sgd"}, Kind.MISSING, "neither"),  # a module of torch.optim, no optimizer
+        ({"type": "Adam"}, Outcome.OPTIMIZER, r"unwall.AdamW .*weight_decay=0.0"),
+        ({"type": "adam", "params": {"adam_w_mode": False}}, Outcome.OPTIMIZER, r"wrap\(torch.optim.Adam\("),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, Outcome.OPTIMIZER, r"wrap\(torch.optim.SGD\("),
+        ({"type": "OneBitAdam", "params": {"freeze_step": 400}}, Outcome.MISSING, "neither in unwall nor in torch.optim"),
+        ({"type": "sgd"}, Outcome.MISSING, "neither"),  # a module of torch.optim, no optimizer
     ],
 )
-def test_optimizers(optimizer, kind, words):
+def test_optimizers(optimizer, outcome, words):
     entry = became({"optimizer": optimizer})["optimizer.type"]
-    assert entry.kind is kind
+    assert entry.outcome is outcome
     assert re.search(words, entry.became)
 
 
 def test_arguments_of_optimizers():
-    def argument(kind, **params):
+    def argument(outcome, **params):
         (name,) = params
-        return became({"optimizer": {"type": kind, "params": params}})[f"optimizer.params.{name}"]
+        return became({"optimizer": {"type": outcome, "params": params}})[f"optimizer.params.{name}"]
 
     assert argument("SGD", momentum=0.9).became == "torch.optim.SGD(..., momentum=0.9)"
-    assert argument("SGD", momentum="auto").kind is Kind.OPEN
-    assert argument("Lamb", max_coeff=1).kind is Kind.MISSING
-    assert argument("AdamW", amsgrad=True).kind is Kind.MISSING
-    assert argument("AdamW", amsgrad=False).kind is Kind.NOT_NEEDED
-    assert argument("AdamW", momentum=0.9).kind is Kind.UNKNOWN
+    assert argument("SGD", momentum="auto").outcome is Outcome.OPEN
+    assert argument("Lamb", max_coeff=1).outcome is Outcome.MISSING
+    assert argument("AdamW", amsgrad=True).outcome is Outcome.MISSING
+    assert argument("AdamW", amsgrad=False).outcome is Outcome.NOT_NEEDED
+    assert argument("AdamW", momentum=0.9).outcome is Outcome.UNKNOWN
     assert "max_grad_norm=2" in argument("AdamW", max_grad_norm=2).became
 
 
@@ -358,8 +361,8 @@ def test_arguments_of_optimizers():
     ],
 )
 def test_features_that_unwall_lacks_count_only_where_they_are_asked_for(key, asks, off):
-    assert became(zero(stage=3, **{key: asks}))[f"zero_optimization.{key}"].kind is Kind.MISSING
-    assert became(zero(stage=3, **{key: off}))[f"zero_optimization.{key}"].kind is Kind.NOT_NEEDED
+    assert became(zero(stage=3, **{key: asks}))[f"zero_optimization.{key}"].outcome is Outcome.MISSING
+    assert became(zero(stage=3, **{key: off}))[f"zero_optimization.{key}"].outcome is Outcome.NOT_NEEDED
 
 
 # -- Plan.from_deepspeed --------------------------------------------------------------------------------------------------
@@ -375,8 +378,8 @@ def test_one_warning_lists_all_that_the_plan_does_not_carry(name):
     assert caught[0].filename == __file__
     lines = str(caught[0].message).splitlines()
     listed = {line.split(" = ")[0].strip() for line in lines if " -> " in line}
-    carried = (Kind.PLAN, Kind.NOT_NEEDED, Kind.OPEN)
-    assert listed == {entry.key for entry in translate(config).entries if entry.kind not in carried}
+    carried = (Outcome.PLAN, Outcome.NOT_NEEDED, Outcome.OPEN)
+    assert listed == {entry.key for entry in translate(config).entries if entry.outcome not in carried}
     assert "my_key" in listed
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import unwall
 
-LAYERS = ["native", "tiers", "plan", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
+LAYERS = ["svg", "native", "tiers", "plan", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
 TOP = ["api", "cli", "demo", "report", "integrations", "_version", "__init__", "__main__"]
 SAME = {"deepspeed": "plan"}
 """Files that share the layer of another: ``Plan.from_deepspeed`` and what it calls."""

@@ -1,9 +1,9 @@
 """The public functions."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,30 +14,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.optim.workers import shared_pool
 from unwall.plan import Plan, PlanError
 from unwall.report.timeline import Profile
+from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine
-from unwall.runtime.hooks import engine_of, install
+from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import Pager, Shelf, whole_value
+from unwall.runtime.resources import open_tiers, room_on
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
-from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of, smallest
+from unwall.shards.build import smallest
 from unwall.shards.collectives import Ranks
-from unwall.shards.placement import CHUNKS_IN_FLIGHT, Home, Sizes, chunk_bytes, chunk_elements, ring_slot_bytes
 from unwall.tiers.device import DeviceTier, default_device
-from unwall.tiers.disk import DiskTier
-from unwall.tiers.host import HostTier, available_bytes, local_ranks
-from unwall.tiers.tiers import Tiers
+from unwall.tiers.host import available_bytes, local_ranks
 
 if TYPE_CHECKING:
     from unwall.planner.choose import ChosenPlan
     from unwall.planner.hardware import Hardware
 
-STATE_SHARE = 0.75
-"""How much of the accelerator's free memory states may take when the plan says nothing."""
-HOST_SHARE = 0.85
-"""The same for the host's available memory."""
 _DATA_PARALLEL = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
 
 
@@ -52,12 +46,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     _check_model(model)
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
-    planned = plan_groups(model, plan, ranks.size)
-    homes = choose_homes(planned, plan, ranks.size, smallest(ranks.every(_room(plan, device.device))))
-    tiers = _tiers(plan, sizes_of(planned, plan, ranks.size), homes, device, ranks.rank)
-    groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
-    engine = Engine(plan, groups, gradients, tiers, ranks)
-    install(engine, model)
+    room = smallest(ranks.every(room_on(device.device, plan)))
+    assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
     _guard_plain_optimizers()
     return model
 
@@ -129,11 +119,11 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     try:
         yield found
     finally:
-        owner.executor.lane.leave()
+        owner.lane.leave()
         owner.finish()
         _wait_for_device(owner)
         read_stats(owner)
-        owner.executor.lane.collect()
+        owner.lane.collect()
         found.spans, timeline.spans = sorted(timeline.spans or [], key=lambda span: span.start), None
 
 
@@ -201,38 +191,6 @@ def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
     if first is not None and first.is_cuda:
         return first.device
     return default_device()
-
-
-def _room(plan: Plan, device: torch.device) -> Room:
-    """What states may take of each tier: what the plan says or, where it says nothing, what the machine has to spare."""
-    device_bytes, host_bytes, disk_bytes = plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes
-    if device_bytes is None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        device_bytes = int(free * STATE_SHARE)  # leaves room for activations
-    if host_bytes is None and (device.type == "cuda" or plan.directories):
-        host_bytes = int(available_bytes() * HOST_SHARE / local_ranks())
-    if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):
-        smallest = min(shutil.disk_usage(folder).free for folder in plan.directories)
-        disk_bytes = smallest * len(plan.directories) // local_ranks()
-    return Room(device_bytes, host_bytes, disk_bytes)
-
-
-def _tiers(plan: Plan, sizes: list[Sizes], homes: list[Home], device: DeviceTier, rank: int) -> Tiers:
-    host = HostTier(shared_pool(), plan.budget_host_bytes)
-    if not any(home.on_disk for home in homes):
-        return Tiers(device, host)
-    elements = chunk_elements(sizes, homes)
-    tiers = Tiers(
-        device,
-        host,
-        DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank),
-        ring_slot_bytes=ring_slot_bytes(sizes, homes),
-        chunk_elements=elements,
-        chunk_bytes=max(chunk_bytes(size, home, elements) for size, home in zip(sizes, homes, strict=True)),
-        chunks=CHUNKS_IN_FLIGHT,
-    )
-    tiers.chunks.fill()
-    return tiers
 
 
 def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from unwall.planner.clock import Clock
+from unwall.planner.simulation.clock import Clock
 
 
 def test_queues_run_beside_each_other_and_their_tasks_in_order():

@@ -1,4 +1,4 @@
-"""Operators, segments and skeletons."""
+"""Operators, stretches and skeletons."""
 
 import pytest
 import torch
@@ -29,8 +29,8 @@ def test_a_skeleton_has_the_parameters_and_flops_of_its_description(name, tiles)
     outline = skeleton(described, tiles)
     assert sum(param.numel() for param in outline.module.parameters()) == described.params
     assert all(param.is_meta for param in outline.module.parameters())
-    segments = outline.segments([unit for unit, _ in plan_groups(outline.module, Plan(), 2)])
-    assert sum(segment.flops(2, 64) for segment in segments) * 3 == pytest.approx(described.flops(2, 64))
+    stretches = outline.stretches([unit for unit, _ in plan_groups(outline.module, Plan(), 2)])
+    assert sum(stretch.flops(2, 64) for stretch in stretches) * 3 == pytest.approx(described.flops(2, 64))
     largest = max(param.numel() for param in outline.module.parameters())
     if tiles == 1:
         assert largest == described.largest_numel
@@ -45,10 +45,10 @@ def test_tiles_cut_the_largest_matrix_and_no_piece_is_larger():
 
 def test_a_module_s_operators_add_up_to_its_description():
     outline = decoder()
-    segments = outline.segments([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
-    assert sum(segment.flops(3, 17) for segment in segments) * 3 == pytest.approx(outline.description.flops(3, 17))
-    assert {segment.block for segment in segments} == {None, *range(6)}
-    assert sum(segment.numel for segment in segments) == outline.description.params
+    stretches = outline.stretches([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
+    assert sum(stretch.flops(3, 17) for stretch in stretches) * 3 == pytest.approx(outline.description.flops(3, 17))
+    assert {stretch.block for stretch in stretches} == {None, *range(6)}
+    assert sum(stretch.numel for stretch in stretches) == outline.description.params
 
 
 def test_a_tied_head_reads_the_embedding_again():
@@ -56,23 +56,23 @@ def test_a_tied_head_reads_the_embedding_again():
         model = Decoder()
     model.head.weight = model.embed.weight
     groups = [unit for unit, _ in plan_groups(model, Plan(), 1)]
-    segments = outline_of(model).segments(groups)
-    assert segments[0].groups == segments[-1].groups
-    assert segments[-1].active_numel == model.embed.weight.numel()
+    stretches = outline_of(model).stretches(groups)
+    assert stretches[0].groups == stretches[-1].groups
+    assert stretches[-1].active_numel == model.embed.weight.numel()
 
 
 def test_backward_goes_block_by_block_and_recomputes_right_before():
     outline = decoder(layers=2)
-    segments = outline.segments([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
-    order = passes_of(segments, recompute=True)
+    stretches = outline.stretches([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
+    order = passes_of(stretches, recompute=True)
     forward = [index for index, what in order if what == "forward"]
     backward = [index for index, what in order if what == "backward"]
-    assert forward == list(range(len(segments)))
+    assert forward == list(range(len(stretches)))
     assert backward == forward[::-1]
-    inside = [index for index, segment in enumerate(segments) if segment.block == 1]
+    inside = [index for index, stretch in enumerate(stretches) if stretch.block == 1]
     at = order.index((inside[0], "again"))
     assert order[at : at + 2 * len(inside)] == [
         *((index, "again") for index in inside),
         *((index, "backward") for index in reversed(inside)),
     ]
-    assert [what for _, what in passes_of(segments, recompute=False)].count("again") == 0
+    assert [what for _, what in passes_of(stretches, recompute=False)].count("again") == 0

@@ -13,8 +13,9 @@ from unwall.planner.memory import ACTIVATIONS, SHADOWS, terms_of
 from unwall.planner.outline import skeleton
 from unwall.planner.pace import COMPUTE, FETCH, UPDATE, pace_of
 from unwall.planner.predict import kept_share, predict, work_of
-from unwall.planner.simulate import NoRoomError, Simulation
+from unwall.planner.simulation.run import Simulation
 from unwall.shards.placement import device_bytes_of, disk_bytes_of, host_bytes_of, host_working_bytes, working_bytes
+from unwall.tiers.ledger import BudgetError
 
 MACHINE_8 = dataclasses.replace(MACHINE, devices_per_node=8, collective_bytes_per_s=1e11)
 PLANS = {
@@ -147,7 +148,7 @@ def test_a_budget_is_kept_in_the_simulation():
 def test_no_room_for_what_is_in_use_at_once():
     found = job(Plan(params="host", optimizer="host"))
     tight = dataclasses.replace(found, plan=Plan(params="host", optimizer="host", device_bytes="40KiB"))
-    with pytest.raises(NoRoomError, match="are in use"):
+    with pytest.raises(BudgetError, match="are in use"):
         predict(tight, MACHINE)
 
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unwall.schedule.residency import Held, choose_drops, next_missing
+from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 
 
@@ -15,7 +15,7 @@ from unwall.schedule.trace import Trace
     st.one_of(st.none(), st.integers(0, 9)),
 )
 def test_drops_are_enough_allowed_and_furthest_first(entries, needed, sooner_than):
-    held = [Held(index, nbytes, pinned) for index, (nbytes, pinned, _) in enumerate(entries)]
+    held = [Occupant(index, nbytes, pinned) for index, (nbytes, pinned, _) in enumerate(entries)]
     next_use = {index: use for index, (_, _, use) in enumerate(entries) if use is not None}
     far = [next_use.get(index, 100) for index in range(len(held))]
     allowed = [entry for entry in held if not entry.pinned and (sooner_than is None or far[entry.group] > sooner_than)]
@@ -50,6 +50,27 @@ def test_a_pass_is_predicted_from_the_one_before_and_wraps_around():
     trace.record(0)
     assert list(trace.upcoming()) == [1, 2, 1, 0, 0, 1, 2, 1, 0]
     assert trace.next_use() == {1: 0, 2: 1, 0: 3}
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_the_next_use_is_looked_up_as_it_would_be_listed(order):
+    trace = Trace()
+    passes(trace, order)
+    trace.begin("train")
+    for group in order:
+        listed = {}
+        for distance, upcoming in enumerate(trace.upcoming()):
+            listed.setdefault(upcoming, distance)
+        assert trace.next_use() == listed
+        assert trace.next_use().get(9) is None
+        trace.record(group)
+
+
+def test_a_pass_that_ends_early_becomes_the_prediction():
+    trace = Trace()
+    passes(trace, [0, 1, 2], [0, 1])
+    trace.begin("train")
+    assert list(trace.upcoming()) == [0, 1, 0, 1]
 
 
 def test_another_order_ends_the_prediction_for_this_pass_only():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from unwall.schedule.residency import Held, choose_drops, next_missing
+from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 
 NEVER = 10**9
@@ -55,7 +55,7 @@ class Device:
 
     def _fetch(self, group: int, in_use: int, distance: int | None) -> bool:
         free = self.capacity - self._bytes(self.held)
-        held = [Held(index, self.sizes[index], index == in_use) for index in sorted(self.held)]
+        held = [Occupant(index, self.sizes[index], index == in_use) for index in sorted(self.held)]
         next_use = self.trace.next_use()
         drops = choose_drops(held, next_use, self.sizes[group] - free, distance)
         upcoming = list(self.trace.upcoming())
@@ -182,9 +182,11 @@ def test_after_another_order_the_new_one_is_learned_and_optimal_again():
                 assert counts == fewest_fetches([1] * 3, 2, [start], second, [1] * 3), (first, second)
 
 
-def drop_cases(entries: int, nbytes: Sequence[int], uses: Sequence[int | None]) -> Iterator[tuple[list[Held], dict[int, int]]]:
+def drop_cases(
+    entries: int, nbytes: Sequence[int], uses: Sequence[int | None]
+) -> Iterator[tuple[list[Occupant], dict[int, int]]]:
     for case in itertools.product(itertools.product(nbytes, (False, True), uses), repeat=entries):
-        held = [Held(index, size, pinned) for index, (size, pinned, _) in enumerate(case)]
+        held = [Occupant(index, size, pinned) for index, (size, pinned, _) in enumerate(case)]
         yield held, {index: use for index, (_, _, use) in enumerate(case) if use is not None}
 
 

@@ -11,23 +11,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unwall.deepspeed.keys import OBJECT, RULES, SECTIONS, ZERO, KeyPath, Kind
+from unwall.deepspeed.keys import OBJECT, RULES, SECTIONS, ZERO, KeyPath, Outcome
 from unwall.plan import PlanError
 
 
 @dataclass(frozen=True)
-class Entry:
+class TranslatedKey:
     """What one key became."""
 
     key: str
     """With the sections it is in: ``zero_optimization.offload_optimizer.device``."""
     value: object
-    kind: Kind
+    outcome: Outcome
     became: str
     """In words."""
 
     def __str__(self) -> str:
-        return f"{self.key} = {short(self.value)} -> {self.kind}: {self.became}"
+        return f"{self.key} = {short(self.value)} -> {self.outcome}: {self.became}"
 
 
 class Account:
@@ -38,7 +38,7 @@ class Account:
             raise PlanError(f"a DeepSpeed config is a dict here, got {type(config).__name__}")
         self.leaves: dict[KeyPath, Any] = dict(_leaves(config, ()))
         self.notes: list[str] = []
-        self._said: dict[KeyPath, tuple[Kind, str]] = {}
+        self._said: dict[KeyPath, tuple[Outcome, str]] = {}
         for path, value in self.leaves.items():
             _check(path, value)
 
@@ -50,33 +50,36 @@ class Account:
     def is_open(self, key: str) -> bool:
         return _is_auto(self.leaves.get(path_of(key)))
 
-    def say(self, key: str, kind: Kind, words: str) -> None:
-        """What a key became, once, where it is there. (Of null and ``"auto"`` only the kind counts.)"""
+    def say(self, key: str, outcome: Outcome, words: str) -> None:
+        """What a key became, once, where it is there. (Of null and ``"auto"`` only the outcome counts.)"""
         assert path_of(key) not in self._said, key
-        self._said[path_of(key)] = kind, words
+        self._said[path_of(key)] = outcome, words
 
     def under(self, section: str) -> list[KeyPath]:
         """The leaves inside a section."""
         prefix = path_of(section)
         return [path for path in self.leaves if path[: len(prefix)] == prefix and path != prefix]
 
-    def entry(self, path: KeyPath) -> Entry:
-        kind, words = self._became(path, self.leaves[path])
-        return Entry(".".join(path), self.leaves[path], kind, words)
+    def entry(self, path: KeyPath) -> TranslatedKey:
+        outcome, words = self._became(path, self.leaves[path])
+        return TranslatedKey(".".join(path), self.leaves[path], outcome, words)
 
-    def _became(self, path: KeyPath, value: Any) -> tuple[Kind, str]:
+    def _became(self, path: KeyPath, value: Any) -> tuple[Outcome, str]:
         rule, section, said = RULES.get(path), SECTIONS.get(path[0]), self._said.get(path)
-        default = said or ((rule.kind, rule.words) if rule is not None else section)
+        default = said or ((rule.outcome, rule.words) if rule is not None else section)
         if default is None:
-            return Kind.UNKNOWN, _nearest(path)
+            return Outcome.UNKNOWN, _nearest(path)
         if value is None:
-            return Kind.NOT_NEEDED, "null, as if it were not there"
+            return Outcome.NOT_NEEDED, "null, as if it were not there"
         if _is_auto(value):
-            return Kind.OPEN, "your script decides" if default[0] in (Kind.OPTIMIZER, Kind.SCRIPT) else "unwall decides"
-        if said is None and rule is not None and rule.kind is Kind.MISSING and value == rule.off:
-            return Kind.NOT_NEEDED, "asks for nothing special"
+            return Outcome.OPEN, "your script decides" if default[0] in (
+                Outcome.OPTIMIZER,
+                Outcome.SCRIPT,
+            ) else "unwall decides"
+        if said is None and rule is not None and rule.outcome is Outcome.MISSING and value == rule.off:
+            return Outcome.NOT_NEEDED, "asks for nothing special"
         if rule is None and section is not None and self.get(f"{path[0]}.enabled") is False:
-            return Kind.NOT_NEEDED, "switched off"
+            return Outcome.NOT_NEEDED, "switched off"
         return default
 
 

@@ -11,7 +11,7 @@ import torch
 KeyPath = tuple[str, ...]
 
 
-class Kind(StrEnum):
+class Outcome(StrEnum):
     """What can become of a key."""
 
     PLAN = "plan"
@@ -72,7 +72,7 @@ class _Rule:
     """A known key: what it takes, and what becomes of it if no reader says otherwise."""
 
     takes: _Takes
-    kind: Kind
+    outcome: Outcome
     words: str
     off: object = False
     """For ``MISSING``: the value that asks for nothing."""
@@ -81,29 +81,29 @@ class _Rule:
 RULES: dict[KeyPath, _Rule] = {}
 
 
-def _know(section: str, names: str, takes: _Takes, kind: Kind, words: str, off: object = False) -> None:
+def _know(section: str, names: str, takes: _Takes, outcome: Outcome, words: str, off: object = False) -> None:
     for name in names.split():
-        RULES[tuple(f"{section}.{name}".strip(".").split("."))] = _Rule(takes, kind, words, off)
+        RULES[tuple(f"{section}.{name}".strip(".").split("."))] = _Rule(takes, outcome, words, off)
 
 
 ZERO_SECTION = "zero_optimization"
 PARAM, OPTIM = f"{ZERO_SECTION}.offload_param", f"{ZERO_SECTION}.offload_optimizer"
 _CHECKPOINTING = "activation_checkpointing"
-SECTIONS: dict[str, tuple[Kind, str]] = {
-    "scheduler": (Kind.SCRIPT, "a torch.optim.lr_scheduler over the optimizer"),
-    "compile": (Kind.SCRIPT, "torch.compile on the model's modules"),
+SECTIONS: dict[str, tuple[Outcome, str]] = {
+    "scheduler": (Outcome.SCRIPT, "a torch.optim.lr_scheduler over the optimizer"),
+    "compile": (Outcome.SCRIPT, "torch.compile on the model's modules"),
     **dict.fromkeys(
         ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger"),
-        (Kind.SCRIPT, "your logging; unwall.stats(model) has bytes and stalls"),
+        (Outcome.SCRIPT, "your logging; unwall.stats(model) has bytes and stalls"),
     ),
-    **dict.fromkeys(("amp", "torch_autocast"), (Kind.MISSING, "precision is Plan.compute_dtype")),
-    **dict.fromkeys(("tensor_parallel", "hybrid_engine", "pipeline"), (Kind.MISSING, "unwall is data-parallel")),
+    **dict.fromkeys(("amp", "torch_autocast"), (Outcome.MISSING, "precision is Plan.compute_dtype")),
+    **dict.fromkeys(("tensor_parallel", "hybrid_engine", "pipeline"), (Outcome.MISSING, "unwall is data-parallel")),
     **dict.fromkeys(
         (
             *("checkpoint", "nebula", "elasticity", "autotuning", "compression_training", "data_efficiency"),
             *("curriculum_learning", "progressive_layer_drop", "eigenvalue", "quantize_training", "sparse_attention"),
         ),
-        (Kind.MISSING, "unwall has nothing of the kind"),
+        (Outcome.MISSING, "unwall has nothing of the kind"),
     ),
 }
 """Top-level sections of which every key becomes the same."""
@@ -111,8 +111,8 @@ SECTIONS: dict[str, tuple[Kind, str]] = {
 
 def _know_zero() -> None:
     """The keys of ``zero_optimization``."""
-    zero, needless, missing = ZERO_SECTION, Kind.NOT_NEEDED, Kind.MISSING
-    _know(zero, "stage", _STAGE, Kind.PLAN, "Plan.stage")
+    zero, needless, missing = ZERO_SECTION, Outcome.NOT_NEEDED, Outcome.MISSING
+    _know(zero, "stage", _STAGE, Outcome.PLAN, "Plan.stage")
     budget = "Plan.device_bytes is the one budget of the device"
     for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"):
         _know(zero, f"stage3_{name} {name}", _COUNT, needless, f"{budget}; what is kept and fetched ahead follows from it")
@@ -150,62 +150,64 @@ def _know_zero() -> None:
 
 def _know_offload() -> None:
     """Old and new keys of offloading."""
-    _know(ZERO_SECTION, "cpu_offload cpu_offload_param cpu_offload_params", _BOOL, Kind.NOT_NEEDED, "off")
+    _know(ZERO_SECTION, "cpu_offload cpu_offload_param cpu_offload_params", _BOOL, Outcome.NOT_NEEDED, "off")
     pinned = "unwall page-locks what crosses the link, and nothing else"
-    _know(ZERO_SECTION, "cpu_offload_use_pin_memory", _BOOL, Kind.NOT_NEEDED, pinned)
+    _know(ZERO_SECTION, "cpu_offload_use_pin_memory", _BOOL, Outcome.NOT_NEEDED, pinned)
     for section in (PARAM, OPTIM):
-        _know(section, "device", _DEVICE, Kind.PLAN, "a tier of the Plan")
-        _know(section, "nvme_path", _PATH, Kind.NOT_NEEDED, "nothing here goes to nvme")
-        _know(section, "pin_memory", _BOOL, Kind.NOT_NEEDED, pinned)
-        _know(section, "buffer_count buffer_size", _COUNT, Kind.NOT_NEEDED, "unwall sizes its own buffers")
-    _know(PARAM, "max_in_cpu", _COUNT, Kind.NOT_NEEDED, "Plan.host_bytes is the one budget of the host")
+        _know(section, "device", _DEVICE, Outcome.PLAN, "a tier of the Plan")
+        _know(section, "nvme_path", _PATH, Outcome.NOT_NEEDED, "nothing here goes to nvme")
+        _know(section, "pin_memory", _BOOL, Outcome.NOT_NEEDED, pinned)
+        _know(section, "buffer_count buffer_size", _COUNT, Outcome.NOT_NEEDED, "unwall sizes its own buffers")
+    _know(PARAM, "max_in_cpu", _COUNT, Outcome.NOT_NEEDED, "Plan.host_bytes is the one budget of the host")
     order = "the engine orders reads, updates and writes itself"
-    _know(OPTIM, "pipeline pipeline_read pipeline_write", _BOOL, Kind.NOT_NEEDED, order)
-    _know(OPTIM, "fast_init", _BOOL, Kind.NOT_NEEDED, "states begin as zeros on their tier")
+    _know(OPTIM, "pipeline pipeline_read pipeline_write", _BOOL, Outcome.NOT_NEEDED, order)
+    _know(OPTIM, "fast_init", _BOOL, Outcome.NOT_NEEDED, "states begin as zeros on their tier")
     ratio = "all of it goes to that tier; to split by bytes write Plan(optimizer='auto', device_bytes=...)"
-    _know(OPTIM, "ratio", _SHARE, Kind.MISSING, ratio, off=1)
-    _know(OPTIM, "super_offload", _BOOL, Kind.MISSING, "unwall has its own overlapped update")
-    _know(OPTIM, "cpuadam_cores_perc", _SHARE, Kind.NOT_NEEDED, "unwall's workers take the cores they find")
+    _know(OPTIM, "ratio", _SHARE, Outcome.MISSING, ratio, off=1)
+    _know(OPTIM, "super_offload", _BOOL, Outcome.MISSING, "unwall has its own overlapped update")
+    _know(OPTIM, "cpuadam_cores_perc", _SHARE, Outcome.NOT_NEEDED, "unwall's workers take the cores they find")
 
 
 def _know_precision() -> None:
     """bf16, fp16 and the dtypes of sums."""
     fp32 = "the master copy and the moments are always fp32"
     for section in ("bf16", "bfloat16"):
-        _know(section, "enabled", _BOOL, Kind.NOT_NEEDED, "off")
-        _know(section, "immediate_grad_update", _BOOL, Kind.NOT_NEEDED, "gradients are reduced as they come in backward")
-        _know(section, "check_grad_overflow", _BOOL, Kind.MISSING, "steps are skipped for overflow in fp16 only")
-        _know(section, "bf16_master_weights_and_grads bf16_optimizer_states", _BOOL, Kind.MISSING, fp32)
-    _know("fp16", "enabled", _BOOL, Kind.NOT_NEEDED, "off")
-    _know("fp16", "auto_cast", _BOOL, Kind.NOT_NEEDED, "modules cast fp32 inputs to what they compute in")
-    _know("fp16", "loss_scale", _NUMBER, Kind.MISSING, "the scale is dynamic; optimizer.scaler.scale sets where it starts", 0)
-    _know("fp16", "initial_scale_power", _NUMBER, Kind.OPTIMIZER, "optimizer.scaler.scale")
-    _know("fp16", "loss_scale_window", _POSITIVE, Kind.OPTIMIZER, "optimizer.scaler.growth_interval")
-    _know("fp16", "hysteresis", _COUNT, Kind.MISSING, "the first overflow halves the scale", off=1)
-    _know("fp16", "consecutive_hysteresis", _BOOL, Kind.MISSING, "the first overflow halves the scale")
-    _know("fp16", "min_loss_scale", _NUMBER, Kind.MISSING, "the scale may fall to 2**-14", off=2.0**-14)
-    _know("fp16", "fp16_master_weights_and_grads", _BOOL, Kind.MISSING, fp32)
-    _know("", "communication_data_type", _DTYPE, Kind.PLAN, "Plan.reduce_dtype")
-    _know("", "fp32_allreduce", _BOOL, Kind.NOT_NEEDED, "off")
-    _know("data_types", "grad_accum_dtype", _DTYPE, Kind.NOT_NEEDED, "several backward calls always add up in fp32")
+        _know(section, "enabled", _BOOL, Outcome.NOT_NEEDED, "off")
+        _know(section, "immediate_grad_update", _BOOL, Outcome.NOT_NEEDED, "gradients are reduced as they come in backward")
+        _know(section, "check_grad_overflow", _BOOL, Outcome.MISSING, "steps are skipped for overflow in fp16 only")
+        _know(section, "bf16_master_weights_and_grads bf16_optimizer_states", _BOOL, Outcome.MISSING, fp32)
+    _know("fp16", "enabled", _BOOL, Outcome.NOT_NEEDED, "off")
+    _know("fp16", "auto_cast", _BOOL, Outcome.NOT_NEEDED, "modules cast fp32 inputs to what they compute in")
+    _know(
+        "fp16", "loss_scale", _NUMBER, Outcome.MISSING, "the scale is dynamic; optimizer.scaler.scale sets where it starts", 0
+    )
+    _know("fp16", "initial_scale_power", _NUMBER, Outcome.OPTIMIZER, "optimizer.scaler.scale")
+    _know("fp16", "loss_scale_window", _POSITIVE, Outcome.OPTIMIZER, "optimizer.scaler.growth_interval")
+    _know("fp16", "hysteresis", _COUNT, Outcome.MISSING, "the first overflow halves the scale", off=1)
+    _know("fp16", "consecutive_hysteresis", _BOOL, Outcome.MISSING, "the first overflow halves the scale")
+    _know("fp16", "min_loss_scale", _NUMBER, Outcome.MISSING, "the scale may fall to 2**-14", off=2.0**-14)
+    _know("fp16", "fp16_master_weights_and_grads", _BOOL, Outcome.MISSING, fp32)
+    _know("", "communication_data_type", _DTYPE, Outcome.PLAN, "Plan.reduce_dtype")
+    _know("", "fp32_allreduce", _BOOL, Outcome.NOT_NEEDED, "off")
+    _know("data_types", "grad_accum_dtype", _DTYPE, Outcome.NOT_NEEDED, "several backward calls always add up in fp32")
     divided = "gradients are divided by the number of ranks, in fp16 before the sum"
-    _know("", "prescale_gradients", _BOOL, Kind.NOT_NEEDED, divided)
-    _know("", "gradient_predivide_factor", _NUMBER, Kind.NOT_NEEDED, divided)
+    _know("", "prescale_gradients", _BOOL, Outcome.NOT_NEEDED, divided)
+    _know("", "gradient_predivide_factor", _NUMBER, Outcome.NOT_NEEDED, divided)
 
 
 def _know_rest() -> None:
     """Batch, optimizer, disk I/O, activations, logging."""
-    needless, missing, script = Kind.NOT_NEEDED, Kind.MISSING, Kind.SCRIPT
+    needless, missing, script = Outcome.NOT_NEEDED, Outcome.MISSING, Outcome.SCRIPT
     _know("", "train_batch_size", _POSITIVE, script, "what your data loader gives all ranks together in one step")
     _know("", "train_micro_batch_size_per_gpu", _POSITIVE, script, "the batch size of your data loader on each rank")
     _know("", "gradient_accumulation_steps", _POSITIVE, script, "how often you call backward() before optimizer.step()")
     _know("", "dataloader_drop_last", _BOOL, script, "drop_last of your data loader")
-    _know("", "gradient_clipping", _NUMBER, Kind.OPTIMIZER, "max_grad_norm")
-    _know("optimizer", "type", _TEXT, Kind.OPTIMIZER, "the optimizer")
+    _know("", "gradient_clipping", _NUMBER, Outcome.OPTIMIZER, "max_grad_norm")
+    _know("optimizer", "type", _TEXT, Outcome.OPTIMIZER, "the optimizer")
     _know("optimizer", "legacy_fusion", _BOOL, needless, "the update is always fused")
     for name, takes in (("lr", _NUMBER), ("betas", _PAIR), ("weight_decay", _NUMBER), ("max_grad_norm", _NUMBER)):
-        _know("optimizer.params", name, takes, Kind.OPTIMIZER, name)
-    _know("optimizer.params", "eps", _ANY, Kind.OPTIMIZER, "eps")
+        _know("optimizer.params", name, takes, Outcome.OPTIMIZER, name)
+    _know("optimizer.params", "eps", _ANY, Outcome.OPTIMIZER, "eps")
     _know("optimizer.params", "torch_adam adam_w_mode bias_correction amsgrad", _BOOL, needless, "as in unwall.AdamW")
     _know("", "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", _BOOL, needless, "unwall.wrap tries an optimizer")
     disk = "unwall's disk engine has its own requests and queue"
@@ -233,8 +235,8 @@ def _know_objects() -> None:
     """The sections themselves, where a file has them empty or switched off."""
     inner = f"{PARAM} {OPTIM} {ZERO_SECTION}.leaf_module {ZERO_SECTION}.zeropp_loco_param optimizer.params"
     outer = f"bf16 bfloat16 fp16 data_types optimizer aio {_CHECKPOINTING} {' '.join(SECTIONS)}"
-    _know("", f"{inner} {outer}", OBJECT, Kind.NOT_NEEDED, "empty or off")
-    _know("", ZERO_SECTION, ZERO, Kind.PLAN, "Plan.stage")
+    _know("", f"{inner} {outer}", OBJECT, Outcome.NOT_NEEDED, "empty or off")
+    _know("", ZERO_SECTION, ZERO, Outcome.PLAN, "Plan.stage")
 
 
 _know_zero()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from unwall.deepspeed.account import Account, path_of
-from unwall.deepspeed.keys import DTYPES, OPTIM, PARAM, RULES, ZERO_SECTION, KeyPath, Kind
+from unwall.deepspeed.keys import DTYPES, OPTIM, PARAM, RULES, ZERO_SECTION, KeyPath, Outcome
 from unwall.plan import Plan, PlanError
 
 
@@ -14,11 +14,11 @@ def read_stage(account: Account) -> int:
     key = f"{ZERO_SECTION}.stage"
     legacy, stage = account.get(ZERO_SECTION), account.get(key)
     if isinstance(legacy, bool):
-        account.say(ZERO_SECTION, Kind.PLAN, f"Plan.stage={int(legacy)} (in old files true meant stage 1)")
+        account.say(ZERO_SECTION, Outcome.PLAN, f"Plan.stage={int(legacy)} (in old files true meant stage 1)")
         return int(legacy)
-    account.say(ZERO_SECTION, Kind.NOT_NEEDED, "empty")
+    account.say(ZERO_SECTION, Outcome.NOT_NEEDED, "empty")
     if stage is not None:
-        account.say(key, Kind.PLAN, f"Plan.stage={int(stage)}")
+        account.say(key, Outcome.PLAN, f"Plan.stage={int(stage)}")
         return int(stage)
     if account.is_open(key) or account.is_open(ZERO_SECTION):
         return Plan().stage
@@ -48,8 +48,8 @@ def read_places(account: Account, stage: int) -> dict[str, Any]:
         words += "; optimizer state follows there, unless Plan.optimizer says otherwise"
     elif fields["params"] in ("host", "disk") and fields["optimizer"] == "device":
         words += ", for frozen parameters: the others live beside their optimizer state, on the device"
-    account.say(f"{PARAM}.device", Kind.PLAN, words)
-    account.say(f"{OPTIM}.device", Kind.PLAN, f"Plan.optimizer={fields['optimizer']!r}")
+    account.say(f"{PARAM}.device", Outcome.PLAN, words)
+    account.say(f"{OPTIM}.device", Outcome.PLAN, f"Plan.optimizer={fields['optimizer']!r}")
     return {**fields, "disk": _read_disk(account, params, optimizer)}
 
 
@@ -65,7 +65,7 @@ def _offloaded(account: Account, section: str, old_names: tuple[str, ...]) -> st
             continue
         if device not in (None, "cpu"):
             raise PlanError(f"{key} is true, but {section}.device is {device!r}: leave one of them out")
-        account.say(key, Kind.PLAN, f"Plan.{field}='host' (an old name of {section}.device='cpu')")
+        account.say(key, Outcome.PLAN, f"Plan.{field}='host' (an old name of {section}.device='cpu')")
         device = "cpu"
     return device
 
@@ -86,10 +86,10 @@ def _read_disk(account: Account, params: str | None, optimizer: str | None) -> A
     disk = None if not found else found[0] if len(found) == 1 else tuple(found)
     for section, device in ((PARAM, params), (OPTIM, optimizer)):
         if device == "nvme" and len(found) == 1:
-            account.say(f"{section}.nvme_path", Kind.PLAN, f"Plan.disk={disk!r}")
+            account.say(f"{section}.nvme_path", Outcome.PLAN, f"Plan.disk={disk!r}")
         elif device == "nvme":
             words = f"one of the directories in Plan.disk={disk!r}; all states are striped over them, not one state in each"
-            account.say(f"{section}.nvme_path", Kind.PLAN, words)
+            account.say(f"{section}.nvme_path", Outcome.PLAN, words)
     return disk
 
 
@@ -99,11 +99,11 @@ def read_precision(account: Account) -> torch.dtype:
     if brain and half:
         raise PlanError(f"{brain[0]}.enabled and fp16.enabled are both true: switch one of them off")
     for name in brain:
-        account.say(f"{name}.enabled", Kind.PLAN, "Plan.compute_dtype=torch.bfloat16")
+        account.say(f"{name}.enabled", Outcome.PLAN, "Plan.compute_dtype=torch.bfloat16")
     if brain:
         return torch.bfloat16
     if half:
-        account.say("fp16.enabled", Kind.PLAN, "Plan.compute_dtype=torch.float16")
+        account.say("fp16.enabled", Outcome.PLAN, "Plan.compute_dtype=torch.float16")
         account.notes.append("fp16: write optimizer.scale(loss).backward(), which scales the loss")
         return torch.float16
     refused = any(account.get(f"{name}.enabled") is False for name in ("bf16", "bfloat16"))
@@ -118,15 +118,15 @@ def read_precision(account: Account) -> torch.dtype:
 def read_reduction(account: Account) -> torch.dtype | None:
     name = account.get("communication_data_type")
     dtype = None if name is None else DTYPES[name]
-    account.say("communication_data_type", Kind.PLAN, f"Plan.reduce_dtype={dtype}")
+    account.say("communication_data_type", Outcome.PLAN, f"Plan.reduce_dtype={dtype}")
     accumulated = account.get("data_types.grad_accum_dtype")
     if accumulated is not None and DTYPES[accumulated] is not torch.float32:
         words = "several backward calls always add up in fp32"
-        account.say("data_types.grad_accum_dtype", Kind.MISSING, words)
+        account.say("data_types.grad_accum_dtype", Outcome.MISSING, words)
     if account.get("fp32_allreduce"):
         if dtype not in (None, torch.float32):
             raise PlanError(f"fp32_allreduce is true, but communication_data_type is {name!r}: leave one of them out")
-        account.say("fp32_allreduce", Kind.PLAN, "Plan.reduce_dtype=torch.float32")
+        account.say("fp32_allreduce", Outcome.PLAN, "Plan.reduce_dtype=torch.float32")
         return torch.float32
     return dtype
 
@@ -135,16 +135,16 @@ def read_loss_scale(account: Account, dtype: torch.dtype) -> None:
     if dtype is not torch.float16:
         for path in account.under("fp16"):
             if path in RULES and path != ("fp16", "enabled"):
-                account.say(".".join(path), Kind.NOT_NEEDED, "only for fp16")
+                account.say(".".join(path), Outcome.NOT_NEEDED, "only for fp16")
         return
     power, window = account.get("fp16.initial_scale_power"), account.get("fp16.loss_scale_window")
     if account.get("fp16.loss_scale"):
         for key in ("fp16.initial_scale_power", "fp16.loss_scale_window"):
-            account.say(key, Kind.NOT_NEEDED, "fp16.loss_scale is fixed")
+            account.say(key, Outcome.NOT_NEEDED, "fp16.loss_scale is fixed")
         return
-    account.say("fp16.initial_scale_power", Kind.OPTIMIZER, f"optimizer.scaler.scale = 2.0**{power}, once it is built")
+    account.say("fp16.initial_scale_power", Outcome.OPTIMIZER, f"optimizer.scaler.scale = 2.0**{power}, once it is built")
     words = f"optimizer.scaler.growth_interval = {window}, once it is built"
-    account.say("fp16.loss_scale_window", Kind.OPTIMIZER, words)
+    account.say("fp16.loss_scale_window", Outcome.OPTIMIZER, words)
 
 
 def read_optimizer(account: Account) -> None:
@@ -157,13 +157,13 @@ def read_optimizer(account: Account) -> None:
         decays = path_of("optimizer.params.weight_decay") in account.leaves
         if not decays and not account.get("optimizer.params.torch_adam"):
             words += " with weight_decay=0.0, DeepSpeed's default (unwall's is 0.01)"
-        account.say("optimizer.type", Kind.OPTIMIZER, words)
+        account.say("optimizer.type", Outcome.OPTIMIZER, words)
     elif _in_torch(theirs):
         words = f"unwall.wrap(torch.optim.{theirs}(...)), which refuses an update that is not element by element"
-        account.say("optimizer.type", Kind.OPTIMIZER, words)
+        account.say("optimizer.type", Outcome.OPTIMIZER, words)
     else:
         words = "neither in unwall nor in torch.optim; unwall.wrap takes any element-wise torch optimizer"
-        account.say("optimizer.type", Kind.MISSING, words)
+        account.say("optimizer.type", Outcome.MISSING, words)
     for path in account.under("optimizer.params"):
         _say_argument(account, path, ours, theirs)
 
@@ -179,16 +179,16 @@ def _say_argument(account: Account, path: KeyPath, ours: bool, theirs: str | Non
     if name == "max_grad_norm" or "." in "".join(path):
         return
     if name in ("torch_adam", "adam_w_mode"):
-        account.say(key, Kind.NOT_NEEDED, "decides which optimizer optimizer.type becomes")
+        account.say(key, Outcome.NOT_NEEDED, "decides which optimizer optimizer.type becomes")
     elif ours and (name, value) in (("bias_correction", False), ("amsgrad", True)):
-        account.say(key, Kind.MISSING, "unwall.AdamW corrects the bias and has no amsgrad")
+        account.say(key, Outcome.MISSING, "unwall.AdamW corrects the bias and has no amsgrad")
     elif ours and name in ("lr", "betas", "eps", "weight_decay"):
         shown = tuple(value) if isinstance(value, list) else value
-        account.say(key, Kind.OPTIMIZER, f"unwall.AdamW(..., {name}={shown!r})")
+        account.say(key, Outcome.OPTIMIZER, f"unwall.AdamW(..., {name}={shown!r})")
     elif not ours and _in_torch(theirs):
-        account.say(key, Kind.OPTIMIZER, f"torch.optim.{theirs}(..., {name}={value!r})")
+        account.say(key, Outcome.OPTIMIZER, f"torch.optim.{theirs}(..., {name}={value!r})")
     elif not ours:
-        account.say(key, Kind.MISSING, f"an argument of {theirs}")
+        account.say(key, Outcome.MISSING, f"an argument of {theirs}")
 
 
 def read_clipping(account: Account) -> None:
@@ -196,11 +196,11 @@ def read_clipping(account: Account) -> None:
     for key in ("gradient_clipping", "optimizer.params.max_grad_norm"):
         value = account.get(key)
         if value is not None and key != "gradient_clipping" and limit is not None:
-            account.say(key, Kind.NOT_NEEDED, "gradient_clipping counts")
+            account.say(key, Outcome.NOT_NEEDED, "gradient_clipping counts")
         elif value == 0:
-            account.say(key, Kind.NOT_NEEDED, "no clipping")
+            account.say(key, Outcome.NOT_NEEDED, "no clipping")
         else:
-            account.say(key, Kind.OPTIMIZER, f"unwall.AdamW(..., max_grad_norm={value}), or unwall.wrap's")
+            account.say(key, Outcome.OPTIMIZER, f"unwall.AdamW(..., max_grad_norm={value}), or unwall.wrap's")
 
 
 def read_batch(account: Account) -> None:
@@ -209,7 +209,7 @@ def read_batch(account: Account) -> None:
     if None not in (whole, micro, count) and whole % (micro * count):
         raise PlanError(f"train_batch_size {whole} is no multiple of {' times '.join(names[1:])}, {micro} times {count}")
     if count == 1:
-        account.say(names[2], Kind.NOT_NEEDED, "one backward() a step")
+        account.say(names[2], Outcome.NOT_NEEDED, "one backward() a step")
     elif count is not None:
         words = f"call backward() {int(count)} times before optimizer.step(), each on the loss divided by {int(count)}"
-        account.say(names[2], Kind.SCRIPT, words)
+        account.say(names[2], Outcome.SCRIPT, words)

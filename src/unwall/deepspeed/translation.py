@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unwall.deepspeed.account import Account, Entry, short
-from unwall.deepspeed.keys import Kind
+from unwall.deepspeed.account import Account, TranslatedKey, short
+from unwall.deepspeed.keys import Outcome
 from unwall.deepspeed.readers import (
     read_batch,
     read_clipping,
@@ -22,7 +22,7 @@ from unwall.deepspeed.readers import (
 )
 from unwall.plan import Plan, PlanError
 
-_TO_DO = (Kind.UNKNOWN, Kind.MISSING, Kind.OPTIMIZER, Kind.SCRIPT)
+_TO_DO = (Outcome.UNKNOWN, Outcome.MISSING, Outcome.OPTIMIZER, Outcome.SCRIPT)
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Translation:
     """A plan and how it came about. ``print`` shows it as a table."""
 
     plan: Plan
-    entries: tuple[Entry, ...]
+    entries: tuple[TranslatedKey, ...]
     """One for each leaf of the configuration, in its order."""
     notes: tuple[str, ...]
     """What follows from keys that are not there, or from several together."""
 
     def to_do(self) -> list[str]:
         """What the plan does not carry, one line each: keys without a counterpart, unknown keys, what the script must do."""
-        return [str(entry) for kind in _TO_DO for entry in self.entries if entry.kind is kind] + list(self.notes)
+        return [str(entry) for outcome in _TO_DO for entry in self.entries if entry.outcome is outcome] + list(self.notes)
 
     def __str__(self) -> str:
         rows = [("key", "value", "became")]
-        rows += [(entry.key, short(entry.value), f"{entry.kind}: {entry.became}") for entry in self.entries]
+        rows += [(entry.key, short(entry.value), f"{entry.outcome}: {entry.became}") for entry in self.entries]
         wide = [max(len(row[column]) for row in rows) for column in (0, 1)]
         lines = [f"{key:<{wide[0]}}  {value:<{wide[1]}}  {became}" for key, value, became in rows]
         return "\n".join([str(self.plan), *lines, *self.notes])

@@ -8,9 +8,9 @@ import torch
 from unwall.native.pool import AdamWOut, AdamWStep
 from unwall.native.ticket import NativeTicket
 from unwall.optim.runs import Run
-from unwall.optim.workers import shared_pool
 from unwall.tiers.host import DTYPES
 from unwall.tiers.meter import LinkMeter
+from unwall.tiers.workers import shared_pool
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
-from unwall.optim.workers import shared_pool
 from unwall.shards.collectives import Ranks
 from unwall.shards.squares import SquareSum, add_measured
+from unwall.tiers.workers import shared_pool
 
 
 def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -11,17 +11,16 @@ from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job, Keeping, Workload, make_job
 from unwall.planner.memory import ACTIVATIONS, Terms, terms_of
 from unwall.planner.outline import Outline
+from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes
 
 DEVICE_SHARE = 0.92
 """Of a device's memory, what a plan may count on: the rest is the runtime's, and lost between blocks."""
-HOST_SHARE = 0.85
-"""Of the host's, as the engine itself counts (``api.HOST_SHARE``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class Allowance:
     """What one rank may use, in bytes, and where its drives are."""
 
     device_bytes: int
@@ -58,21 +57,21 @@ class Short:
     room_bytes: int
 
     def __str__(self) -> str:
-        needed, room = format_bytes(self.needed_bytes), format_bytes(self.room_bytes)
-        return f"needs {needed} on the {self.tier}, there are {room} a rank"
+        needed, there = format_bytes(self.needed_bytes), format_bytes(self.room_bytes)
+        return f"needs {needed} on the {self.tier}, there are {there} per rank"
 
 
-def room_of(
+def allowance_of(
     hardware: Hardware,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
     disk_bytes: int | None = None,
     directory: str | None = None,
-) -> Room:
+) -> Allowance:
     """What a rank has of a machine, with the user's budgets (each a rank's, as in ``Plan``) instead where given."""
     share = hardware.devices_per_node
     disk = hardware.disk_bytes // share if disk_bytes is None else disk_bytes
-    return Room(
+    return Allowance(
         device_bytes=int(hardware.device_bytes * DEVICE_SHARE),
         device_budget_bytes=device_bytes,
         host_bytes=int(hardware.host_bytes * HOST_SHARE) // share if host_bytes is None else host_bytes,
@@ -90,7 +89,7 @@ def workloads(per_rank: int, seq: int, clip: bool, kept: Sequence[Keeping]) -> I
             yield Workload(batch=size, seq=seq, passes=per_rank // size, activations=activations, clip=clip)
 
 
-def placements(ranks: int, room: Room) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def placements(ranks: int, allowance: Allowance) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """(name, fields of the plan, whether the device budget matters), the fastest kinds first."""
     for stage in (0, 1, 2, 3) if ranks > 1 else (3,):
         yield (
@@ -107,8 +106,8 @@ def placements(ranks: int, room: Room) -> Iterator[tuple[str, dict[str, Any], bo
         False,
     )
     yield f"{last}everything on the host", {"stage": 3, "params": "host", "optimizer": "host"}, True
-    if room.directory is not None and room.disk_bytes:
-        spill = {"stage": 3, "disk": room.directory}
+    if allowance.directory is not None and allowance.disk_bytes:
+        spill = {"stage": 3, "disk": allowance.directory}
         yield f"{last}device and host filled, the rest on disk", spill, True
         yield f"{last}everything on disk", spill | dict.fromkeys(("params", "grads", "optimizer"), "disk"), True
 
@@ -118,35 +117,35 @@ def _stage(stage: int, ranks: int) -> str:
 
 
 def candidates(
-    ranks: int, per_rank: int, seq: int, clip: bool, room: Room, kept: Sequence[Keeping] = ("keep", "recompute")
+    ranks: int, per_rank: int, seq: int, clip: bool, allowance: Allowance, kept: Sequence[Keeping] = ("keep", "recompute")
 ) -> Iterator[Candidate]:
     """Everything worth a look."""
-    for order, (name, fields, budgeted) in enumerate(placements(ranks, room)):
+    for order, (name, fields, budgeted) in enumerate(placements(ranks, allowance)):
         for load in workloads(per_rank, seq, clip, kept):
             yield Candidate(name=name, fields=fields, workload=load, budgeted=budgeted, order=order)
 
 
-def build(candidate: Candidate, outline: Outline, ranks: int, room: Room, dtype: torch.dtype) -> tuple[Job, Terms]:
+def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> tuple[Job, Terms]:
     """The candidate on the model. It need not fit: see :func:`shortage`."""
-    spare = device_room(candidate, outline, room)
+    spare = device_room(candidate, outline, allowance)
     fields = dict(candidate.fields)
-    if candidate.budgeted or room.device_budget_bytes is not None:
+    if candidate.budgeted or allowance.device_budget_bytes is not None:
         fields["device_bytes"] = max(1, spare)
     if "disk" in fields:
-        fields["host_bytes"] = host_room(candidate, outline, room)
+        fields["host_bytes"] = host_room(candidate, outline, allowance)
     plan = Plan(compute_dtype=dtype, **fields)
-    job = make_job(outline, plan, ranks, candidate.workload, spare, host_room(candidate, outline, room))
+    job = make_job(outline, plan, ranks, candidate.workload, spare, host_room(candidate, outline, allowance))
     return job, terms_of(job)
 
 
-def host_room(candidate: Candidate, outline: Outline, room: Room) -> int:
+def host_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> int:
     """What activation checkpoints leave for states."""
     load = candidate.workload
     taken = outline.description.checkpoint_bytes(load.batch, load.seq) if load.activations == "host" else 0
-    return max(0, room.host_bytes - int(taken))
+    return max(0, allowance.host_bytes - int(taken))
 
 
-def device_room(candidate: Candidate, outline: Outline, room: Room) -> int:
+def device_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> int:
     """What activations leave for states; less than nothing where they alone are too much."""
     load, described = candidate.workload, outline.description
     if load.activations == "keep":
@@ -154,21 +153,21 @@ def device_room(candidate: Candidate, outline: Outline, room: Room) -> int:
     else:
         taken = described.activation_working_bytes(load.batch, load.seq)
         taken += described.checkpoint_bytes(load.batch, load.seq) if load.activations == "recompute" else 0
-    left = room.device_bytes - int(taken)
-    return left if room.device_budget_bytes is None else min(left, room.device_budget_bytes)
+    left = allowance.device_bytes - int(taken)
+    return left if allowance.device_budget_bytes is None else min(left, allowance.device_budget_bytes)
 
 
-def shortage(terms: Terms, room: Room) -> Short | None:
+def shortage(terms: Terms, allowance: Allowance) -> Short | None:
     """The first tier that is too small, or None where the job fits."""
     needed: dict[TierName, int] = {tier: sum(found.values()) for tier, found in terms.items()}
-    if room.together:
+    if allowance.together:
         needed["device"] += needed["host"]
         needed["host"] = 0
     states = needed["device"] - terms["device"].get(ACTIVATIONS, 0)
-    if room.device_budget_bytes is not None and states > room.device_budget_bytes:
-        return Short("device", states, room.device_budget_bytes)
-    if needed["device"] > room.device_bytes:
-        return Short("device", needed["device"], room.device_bytes)
-    if needed["host"] > room.host_bytes:
-        return Short("host", needed["host"], room.host_bytes)
-    return Short("disk", needed["disk"], room.disk_bytes) if needed["disk"] > room.disk_bytes else None
+    if allowance.device_budget_bytes is not None and states > allowance.device_budget_bytes:
+        return Short("device", states, allowance.device_budget_bytes)
+    if needed["device"] > allowance.device_bytes:
+        return Short("device", needed["device"], allowance.device_bytes)
+    if needed["host"] > allowance.host_bytes:
+        return Short("host", needed["host"], allowance.host_bytes)
+    return Short("disk", needed["disk"], allowance.disk_bytes) if needed["disk"] > allowance.disk_bytes else None

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from unwall.plan import Plan, PlanError
-from unwall.planner.candidates import Candidate, Room, Short, build, candidates, device_room, room_of, shortage
+from unwall.planner.candidates import Allowance, Candidate, Short, allowance_of, build, candidates, device_room, shortage
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Keeping, Workload
 from unwall.planner.outline import Outline
@@ -74,14 +74,14 @@ def choose(
     dtype = _dtype(hardware, compute_dtype)
     if ranks > 1 and not hardware.ceilings(dtype_name(dtype)).collective_bytes_per_s:
         raise PlanError(f"{ranks} ranks, but {hardware.name} says nothing about what lies between them: collective_bytes_per_s")
-    room = room_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
+    allowance = allowance_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
     kept: tuple[Keeping, ...] = ("keep", "recompute", "host") if offload_activations else ("keep", "recompute")
-    listed = list(candidates(ranks, per_rank, seq, clip, room, kept))
-    search = Search(outline, hardware, ranks, room, dtype)
+    listed = list(candidates(ranks, per_rank, seq, clip, allowance, kept))
+    search = Search(outline, hardware, ranks, allowance, dtype)
     search.run(listed, stop_early=objective == "speed")
     tried, lost = search.tried, list(search.lost.values())
     if not tried:
-        raise PlanError(_nothing_fits(outline, hardware, ranks, room, dtype, listed[-1].workload))
+        raise PlanError(_nothing_fits(outline, hardware, ranks, allowance, dtype, listed[-1].workload))
     best = _best(tried, objective)
     for found in tried:
         if found is not best:
@@ -150,23 +150,25 @@ def _advice(best: Tried) -> list[str]:
     return found
 
 
-def _nothing_fits(outline: Outline, hardware: Hardware, ranks: int, room: Room, dtype: torch.dtype, smallest: Workload) -> str:
+def _nothing_fits(
+    outline: Outline, hardware: Hardware, ranks: int, allowance: Allowance, dtype: torch.dtype, smallest: Workload
+) -> str:
     from unwall.planner.remedies import remedies
 
     # Everything on the slowest tier there is asks least of the device, and leaves nothing to place group by group.
-    lowest = "disk" if room.directory is not None and room.disk_bytes else "host"
+    lowest = "disk" if allowance.directory is not None and allowance.disk_bytes else "host"
     fields: dict[str, Any] = {"stage": 3, "params": lowest, "optimizer": lowest}
     if lowest == "disk":
-        fields |= {"grads": "disk", "disk": room.directory}
+        fields |= {"grads": "disk", "disk": allowance.directory}
     place = Candidate(name="smallest", fields=fields, workload=smallest, budgeted=True)
     lacks: list[str] = []
-    spare = device_room(place, outline, room)
+    spare = device_room(place, outline, allowance)
     if spare <= 0:
         lacks.append(f"activations of one sample of {smallest.seq} tokens, recomputed, leave no room on the device")
     else:
-        lack: Short | None = shortage(build(place, outline, ranks, room, dtype)[1], room)
+        lack: Short | None = shortage(build(place, outline, ranks, allowance, dtype)[1], allowance)
         lacks.append(str(lack) if lack is not None else "what is in use at once does not fit the device")
-    helps = remedies(place, outline, hardware, ranks, room, dtype)
+    helps = remedies(place, outline, hardware, ranks, allowance, dtype)
     listed = "; ".join(helps) if helps else "nothing that was looked for (more memory, more ranks, a disk, shorter samples)"
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     return f"{outline.description.name} does not fit on {hardware.name} with {many}: {lacks[0]}. What would do: {listed}"

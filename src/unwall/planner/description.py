@@ -59,7 +59,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A model. ``batch`` is in samples, ``seq`` in tokens a sample; the answers are for whoever has that batch."""
+    """A model. ``batch`` is in samples, ``seq`` in tokens per sample; the answers are for whoever has that batch."""
 
     name: str
     parts: tuple[Part, ...]

@@ -21,10 +21,9 @@ from unwall.optim.adamw import AdamW
 from unwall.plan import Plan
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.outline import Outline
-from unwall.runtime.engine import Engine
-from unwall.runtime.hooks import install
+from unwall.runtime.assemble import assemble
 from unwall.shards import collectives
-from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
+from unwall.shards.build import ADAM_BYTES, Room
 from unwall.shards.layout import SLOT_BYTES, Layout
 from unwall.shards.master import master_bytes
 from unwall.shards.placement import Home, Sizes
@@ -56,7 +55,7 @@ class DryRun:
     bytes_held: dict[TierName, int]
     """Of one rank, by the tiers' own accounts: parameters, master, moments."""
     formula_bytes: float
-    """The same by the formula, without padding: bytes a parameter, over the ranks."""
+    """The same by the formula, without padding: bytes per parameter, over the ranks."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,25 +74,19 @@ def dry_run(outline: Outline, plan: ChosenPlan, tried: Sequence[int] | None = No
         few = sum(1 for _ in outline.module.parameters()) <= MANY_PARAMS
         tried = sorted({0, ranks // 2, ranks - 1}) if few else [ranks - 1]
     begin = time.perf_counter()
-    engine_plan, formula, groups = plan.to_plan(), 0.0, 0
-    held: dict[TierName, int] = {}
+    engine_plan = plan.to_plan()
     for rank in tried:
-        module = _twin(outline.module)
-        planned = plan_groups(module, engine_plan, ranks)
-        sizes = sizes_of(planned, engine_plan, ranks)
-        with fake_ranks(rank, ranks) as group:
-            held, homes = _shard(module, planned, engine_plan, collectives.Ranks(group), plan)
-        _check(rank, held, _expected(sizes, homes))
-        groups, formula = len(planned), _formula(planned, engine_plan, ranks)
-    _check_cover([layout for _, layout in planned], ranks)
-    total, allowed = sum(held.values()), _formula(planned, engine_plan, ranks, padded=True)
+        held, layouts = _shard_on_paper(_twin(outline.module), engine_plan, plan, rank)
+    _check_cover(layouts, ranks)
+    formula, allowed = (_formula(layouts, engine_plan, ranks, padded=padded) for padded in (False, True))
+    total = sum(held.values())
     if not formula <= total <= allowed:
         raise DryRunError(
             f"one rank holds {format_bytes(total)}, but the formula gives {format_bytes(int(formula))}, with padding at most "
             f"{format_bytes(int(allowed))}"
         )
     numel = sum(param.numel() for param in outline.module.parameters())
-    return DryRun(ranks, tuple(tried), groups, numel, held, formula, time.perf_counter() - begin)
+    return DryRun(ranks, tuple(tried), len(layouts), numel, held, formula, time.perf_counter() - begin)
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -151,24 +144,24 @@ class _DiskOnPaper:
         self.ledger.release(align_up(block.nbytes))
 
 
-def _shard(
-    module: nn.Module, planned: list[Any], plan: Plan, ranks: collectives.Ranks, chosen: ChosenPlan
-) -> tuple[dict[TierName, int], list[Home]]:
-    """What ``unwall.shard`` and ``unwall.AdamW`` do, on paper. The bytes that each tier's account shows."""
-    homes = choose_homes(planned, plan, ranks.size, _room(chosen))
-    disk = cast(DiskTier, _DiskOnPaper()) if any(home.on_disk for home in homes) else None
-    tiers = Tiers(DeviceTier(torch.device("meta"), plan.budget_device_bytes), _HostOnPaper(None, plan.budget_host_bytes), disk)
-    groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda _: None)
-    install(Engine(plan, groups, gradients, tiers, ranks), module)
-    optimizer = AdamW(module.parameters())  # its states go with it
-    held: dict[TierName, int] = {name: ledger.live_bytes for name, ledger in tiers.ledgers.items()}
-    del optimizer
-    return held, homes
+def _shard_on_paper(module: nn.Module, plan: Plan, chosen: ChosenPlan, rank: int) -> tuple[dict[TierName, int], list[Layout]]:
+    """What ``unwall.shard`` and ``unwall.AdamW`` do. The bytes that each tier's account shows, and the groups' layouts."""
+    expected: dict[TierName, int] = {}
 
+    def make_tiers(sizes: list[Sizes], homes: list[Home]) -> Tiers:
+        expected.update(_expected(sizes, homes))
+        disk = cast(DiskTier, _DiskOnPaper()) if any(home.on_disk for home in homes) else None
+        device = DeviceTier(torch.device("meta"), plan.budget_device_bytes)
+        return Tiers(device, _HostOnPaper(None, plan.budget_host_bytes), disk)
 
-def _room(chosen: ChosenPlan) -> Room:
-    """What the planner counted on."""
-    return Room(chosen.budget_device_bytes, chosen.budget_host_bytes)
+    counted_on = Room(chosen.budget_device_bytes, chosen.budget_host_bytes)
+    with fake_ranks(rank, chosen.ranks) as group:
+        engine = assemble(module, plan, collectives.Ranks(group), counted_on, make_tiers, lambda _: None)
+        optimizer = AdamW(module.parameters())  # its states go with it
+        held: dict[TierName, int] = {name: ledger.live_bytes for name, ledger in engine.tiers.ledgers.items()}
+        del optimizer
+    _check(rank, held, expected)
+    return held, [each.layout for each in engine.groups]
 
 
 def _expected(sizes: Sequence[Sizes], homes: Sequence[Home]) -> dict[TierName, int]:
@@ -188,11 +181,11 @@ def _check(rank: int, held: dict[TierName, int], expected: dict[TierName, int]) 
             raise DryRunError(f"rank {rank} holds {held.get(tier, 0)} bytes on the {tier}, placement.py counts {nbytes}")
 
 
-def _formula(planned: Sequence[tuple[Any, Layout]], plan: Plan, ranks: int, padded: bool = False) -> float:
-    """Bytes a parameter, cut as the stage says. ``padded``: with the most that padding can add."""
+def _formula(layouts: Sequence[Layout], plan: Plan, ranks: int, padded: bool = False) -> float:
+    """Bytes per parameter, cut as the stage says. ``padded``: with the most that padding can add."""
     total = 0.0
-    for _, layout in planned:
-        item, states = layout.dtype.itemsize, 8 + master_bytes(layout.dtype)
+    for layout in layouts:
+        item, states = layout.dtype.itemsize, ADAM_BYTES + master_bytes(layout.dtype)
         numel = layout.numel + (len(layout.slots) * SLOT_BYTES // item + ALIGNMENT // 2 * ranks if padded else 0)
         total += numel * item / (ranks if plan.stage == 3 else 1)
         total += numel * states / (ranks if plan.stage > 0 else 1)

@@ -1,7 +1,7 @@
 """The memory and bandwidth model of ZeRO and ZeRO-Infinity. Pure arithmetic: no torch, no machine.
 
 Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857). Parameters are counted in elements, ``batch`` in samples,
-``seq`` in tokens a sample; whose batch it is (a device's, a node's) the caller decides, and the answer is that one's.
+``seq`` in tokens per sample; whose batch it is (a device's, a node's) the caller decides, and the answer is that one's.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 
 HALF_BYTES = 2
 """One fp16 or bf16 number: what forward and backward compute in."""
-ADAM_BYTES = 12
+ZERO_K_BYTES = 12
 """ZeRO's K: fp32 master, momentum and variance of one parameter."""
 INFINITY_STATE_BYTES = 20
 """ZeRO-Infinity's count for one parameter: K, and parameter and gradient in fp16, and the gradient once more in fp32."""
-UPDATE_BYTES = 28
+MASTER_UPDATE_TRAFFIC_BYTES = 28
 """Host memory traffic of one parameter's AdamW update with an fp32 master beside a bf16 copy."""
-UPDATE_SPLIT_BYTES = 26
+SPLIT_UPDATE_TRAFFIC_BYTES = 26
 """The same with the split master: reads g2 hi2 lo2 m4 v4, writes hi2 lo2 m4 v4."""
 
 
@@ -39,7 +39,7 @@ def _check_stage(stage: int) -> None:
 # ZeRO, sections 5 and 7
 
 
-def zero_state_bytes(params: float, ranks: int, stage: int, optimizer_bytes: float = ADAM_BYTES) -> float:
+def zero_state_bytes(params: float, ranks: int, stage: int, optimizer_bytes: float = ZERO_K_BYTES) -> float:
     """Model states on each device. ``optimizer_bytes`` is a parameter's optimizer state (ZeRO's K)."""
     _check_stage(stage)
     _check(params=params, optimizer_bytes=optimizer_bytes)
@@ -131,7 +131,7 @@ def efficiency(intensity: float, bytes_per_s: float, flops_per_s: float) -> floa
 
 
 def bandwidth_for(share: float, intensity: float, flops_per_s: float) -> float:
-    """Bytes a second that give this efficiency: the inverse of :func:`efficiency`."""
+    """Bytes per second that give this efficiency: the inverse of :func:`efficiency`."""
     if not 0 <= share < 1:
         raise ValueError(f"an efficiency is at least 0 and below 1, got {share!r}")
     _check_positive(intensity=intensity, flops_per_s=flops_per_s)
@@ -142,7 +142,7 @@ def bandwidth_for(share: float, intensity: float, flops_per_s: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """What one rank does in one step."""
 
     flops: float = 0
@@ -150,7 +150,7 @@ class Work:
     host_to_device_bytes: float = 0
     device_to_host_bytes: float = 0
     host_memory_bytes: float = 0
-    """Traffic of the update: ``UPDATE_BYTES`` or ``UPDATE_SPLIT_BYTES`` for each parameter updated on the host."""
+    """Traffic of the update: ``SPLIT_UPDATE_TRAFFIC_BYTES`` (or ``MASTER_...``) for each parameter updated on the host."""
     disk_read_bytes: float = 0
     disk_write_bytes: float = 0
     collective_bytes: float = 0
@@ -196,7 +196,7 @@ class Bound:
         return self.seconds[self.limit]
 
 
-def lower_bound(work: Work, ceilings: Ceilings) -> Bound:
+def lower_bound(work: StepWork, ceilings: Ceilings) -> Bound:
     """``max`` over the resources of work over ceiling."""
     both_links = work.host_to_device_bytes + work.device_to_host_bytes
     both_disk = work.disk_read_bytes + work.disk_write_bytes

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from unwall.plan import Plan
-from unwall.planner.outline import Outline, Segment
+from unwall.planner.outline import Outline, Stretch
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
 from unwall.shards.build import plan_groups, sizes_of
 from unwall.shards.grouping import Unit
@@ -39,7 +39,7 @@ class Workload:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
         if self.update_in_backward and (self.clip or self.passes > 1):
-            raise ValueError("update_in_backward goes with one pass a step, and without clipping")
+            raise ValueError("update_in_backward goes with one pass per step, and without clipping")
         if self.activations not in ("keep", "recompute", "host"):
             raise ValueError(f"activations is keep, recompute or host, got {self.activations!r}")
 
@@ -75,8 +75,8 @@ class Job:
         return frozenset(self.shadowed)
 
     @cached_property
-    def segments(self) -> list[Segment]:
-        return self.outline.segments([unit for unit, _ in self.planned])
+    def stretches(self) -> list[Stretch]:
+        return self.outline.stretches([unit for unit, _ in self.planned])
 
     def held_bytes(self) -> dict[str, int]:
         """By tier, between passes; as the engine counts."""

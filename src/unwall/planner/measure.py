@@ -13,7 +13,7 @@ from torch import nn
 from unwall.native.disk import DiskEngine
 from unwall.native.memory import HostMemory
 from unwall.native.pool import AdamWStep, DType, WorkerPool
-from unwall.planner.formulas import UPDATE_SPLIT_BYTES
+from unwall.planner.formulas import SPLIT_UPDATE_TRAFFIC_BYTES
 
 ROUNDS = 7
 LIMIT_S = 0.3
@@ -70,7 +70,7 @@ def _mean_s(work: Callable[[], object], device: torch.device, seconds: float) ->
 
 
 def copies(device: torch.device) -> tuple[float, float, float]:
-    """Bytes a second host to device, device to host, and both at once in all. Without an accelerator: between memories, as the
+    """Bytes per second host to device, device to host, both at once in all. Without an accelerator: between memories, as the
     engine copies there, one thread each way."""
     if device.type == "cuda":
         return _device_copies(device)
@@ -104,7 +104,7 @@ def _device_copies(device: torch.device) -> tuple[float, float, float]:
 
 
 def update_rate(threads: int) -> float:
-    """Bytes a second of host memory under the update kernel, on all threads."""
+    """Bytes per second of host memory under the update kernel, on all threads."""
     numel = UPDATE_NUMEL * threads
     with WorkerPool(threads) as pool:
         sizes = {"param": 2, "remainder": 2, "exp_avg": 4, "exp_avg_sq": 4, "grad": 2}
@@ -118,17 +118,17 @@ def update_rate(threads: int) -> float:
                 remainder=at["remainder"],
             ).wait()  # fmt: skip
 
-        return UPDATE_SPLIT_BYTES * numel / best_s(work, torch.device("cpu"))
+        return SPLIT_UPDATE_TRAFFIC_BYTES * numel / best_s(work, torch.device("cpu"))
 
 
 def device_memory_rate(device: torch.device) -> float:
-    """Bytes a second, read and written, of an accelerator's own memory."""
+    """Bytes per second, read and written, of an accelerator's own memory."""
     one, other = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * one.numel() / best_s(lambda: one.copy_(other), device)
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float | None:
-    """FLOPs a second of square products, the best of two sizes. None where the device does not multiply in this dtype."""
+    """FLOPs per second of square products, the best of two sizes. None where the device does not multiply in this dtype."""
     small, large = (1024, 8192) if device.type == "cuda" else (256, 1024)
     try:
         first = _product_s(small, dtype, device)
@@ -166,7 +166,7 @@ class _Block(nn.Module):
 
 
 def block_rate(dtype: torch.dtype, device: torch.device) -> tuple[float, float] | None:
-    """(FLOPs a second, seconds a parameter and forward beside that) of training a transformer block.
+    """(FLOPs per second, seconds per parameter and forward beside that) of training a transformer block.
 
     Two batches are timed, and a straight line is laid through them.
     """
@@ -188,7 +188,7 @@ def block_rate(dtype: torch.dtype, device: torch.device) -> tuple[float, float] 
 
 
 def disk_rates(directory: Path) -> tuple[float, float, float]:
-    """Bytes a second read, written, and both at once in all. OSError where the directory cannot be written."""
+    """Bytes per second read, written, and both at once in all. OSError where the directory cannot be written."""
     with tempfile.TemporaryDirectory(prefix="unwall-probe-", dir=directory) as folder, DiskEngine() as engine:
         memory = [HostMemory(DISK_BYTES // 2) for _ in range(2)]
         files = [engine.open(Path(folder) / name, DISK_BYTES) for name in ("one", "two")]
@@ -216,7 +216,7 @@ def disk_rates(directory: Path) -> tuple[float, float, float]:
 
 
 def collective_rate(device: torch.device) -> float:
-    """Bytes a second that each rank sends in an all-gather. Zero where there is one rank. All ranks call it together."""
+    """Bytes per second that each rank sends in an all-gather. Zero where there is one rank. All ranks call it together."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return 0.0
     ranks = dist.get_world_size()

@@ -30,7 +30,7 @@ class Operator:
 
 
 @dataclass(frozen=True)
-class Segment:
+class Stretch:
     """Operators that follow each other and read the same groups."""
 
     groups: tuple[int, ...]
@@ -53,16 +53,16 @@ class Outline:
     description: Description
     operators: tuple[Operator, ...]
 
-    def segments(self, groups: Sequence[Unit]) -> list[Segment]:
+    def stretches(self, groups: Sequence[Unit]) -> list[Stretch]:
         """The model's forward as runs of operators over these groups. See [Note: order]."""
         place = {id(entry.param): index for index, unit in enumerate(groups) for entry in unit.entries}
-        found: list[Segment] = []
+        found: list[Stretch] = []
         for operator in self.operators:
             read = tuple(sorted({place[id(param)] for param in operator.params}))
             numel = sum(param.numel() for param in operator.params)
-            step = Segment(read, numel, operator.active_numel, operator.pair_flops, operator.block)
+            step = Stretch(read, numel, operator.active_numel, operator.pair_flops, operator.block)
             if found and (found[-1].groups, found[-1].block) == (read, step.block):
-                step = Segment(
+                step = Stretch(
                     read,
                     found[-1].numel + numel,
                     found[-1].active_numel + step.active_numel,
@@ -156,13 +156,13 @@ def _split(numel: int, count: int) -> list[int]:
     return [numel * (index + 1) // count - numel * index // count for index in range(count)]
 
 
-def passes_of(segments: Iterable[Segment], recompute: bool) -> list[tuple[int, str]]:
-    """The uses of one forward and backward: (segment, what is done there).
+def passes_of(stretches: Iterable[Stretch], recompute: bool) -> list[tuple[int, str]]:
+    """The uses of one forward and backward: (stretch, what is done there).
 
-    ``forward``, ``backward``, and with ``recompute``, right before a block's backward: ``begin`` (its last segment is looked
+    ``forward``, ``backward``, and with ``recompute``, right before a block's backward: ``begin`` (its last stretch is looked
     at) and ``again`` (its forward).
     """
-    listed = list(segments)
+    listed = list(stretches)
     order = [(index, "forward") for index in range(len(listed))]
     end = len(listed)
     while end:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from unwall.planner.formulas import UPDATE_BYTES, UPDATE_SPLIT_BYTES, Ceilings
+from unwall.planner.formulas import MASTER_UPDATE_TRAFFIC_BYTES, SPLIT_UPDATE_TRAFFIC_BYTES, Ceilings
 from unwall.planner.hardware import Hardware
-from unwall.planner.outline import Segment
+from unwall.planner.outline import Stretch
 
 COMPUTE, FETCH, LAND, GATHER, UPDATE, DISK_READ, DISK_WRITE = (
     "compute",
@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def update_bytes(dtype: torch.dtype) -> int:
     """Memory traffic of one parameter's AdamW update."""
-    return UPDATE_SPLIT_BYTES if dtype is torch.bfloat16 else UPDATE_BYTES
+    return SPLIT_UPDATE_TRAFFIC_BYTES if dtype is torch.bfloat16 else MASTER_UPDATE_TRAFFIC_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,13 @@ class Pace:
         """Compute runs on the caller's thread, which can do nothing else meanwhile. An accelerator is sent work ahead."""
         return self.is_host
 
-    def compute_s(self, segment: Segment, batch: float, seq: float, what: str) -> float:
+    def compute_s(self, stretch: Stretch, batch: float, seq: float, what: str) -> float:
         """Forward once, backward for twice the price."""
-        once = segment.flops(batch, seq) / self.block_flops_per_s + self.s_per_param * segment.numel
+        once = stretch.flops(batch, seq) / self.block_flops_per_s + self.s_per_param * stretch.numel
         return 2 * once if what == "backward" else once
 
     def limits(self) -> dict[str, float]:
-        """What the queues share. See :class:`unwall.planner.clock.Clock`."""
+        """What the queues share. See :class:`unwall.planner.simulation.clock.Clock`."""
         found = {"cores": 1.0}
         if self.ceilings.host_link_bytes_per_s is not None:
             found["link"] = self.ceilings.host_link_bytes_per_s

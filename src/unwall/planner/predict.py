@@ -1,15 +1,15 @@
-"""From a job and a machine to numbers: bytes a tier and link, the bound of a step, and the step as it is simulated."""
+"""From a job and a machine to numbers: bytes per tier and link, the bound of a step, and the step as it is simulated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unwall.planner.formulas import Bound, Work, lower_bound
+from unwall.planner.formulas import Bound, StepWork, lower_bound
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job
 from unwall.planner.memory import Terms, disk_peak_bytes, host_peak_bytes, terms_of
 from unwall.planner.pace import dtype_name, pace_of, update_bytes
-from unwall.planner.simulate import Simulation
+from unwall.planner.simulation.run import Simulation
 from unwall.tiers.ledger import TierName
 
 _DAY_S = 86_400
@@ -23,7 +23,7 @@ class Prediction:
     """Bytes by tier and term, at most."""
     peak_bytes: Mapping[TierName, int]
     """What the engine's own account will reach (activations are not in it)."""
-    work: Work
+    work: StepWork
     """FLOPs, and bytes on each link, in a step."""
     bound: Bound
     """The least a step can take, everything overlapped, and which resource sets it."""
@@ -62,7 +62,7 @@ class Prediction:
         }
 
 
-def work_of(job: Job) -> Work:
+def work_of(job: Job) -> StepWork:
     """What one rank moves and computes in a step, at the least.
 
     After a step everything is fetched anew. From one forward or backward to the next, what the device has room for may stay.
@@ -98,7 +98,7 @@ def work_of(job: Job) -> Work:
         kept = load.passes * job.outline.description.checkpoint_bytes(load.batch, load.seq)
         h2d, d2h = h2d + kept, d2h + kept
     flops = load.passes * job.outline.description.flops(load.batch, load.seq, load.recompute)
-    return Work(
+    return StepWork(
         flops=flops, host_to_device_bytes=h2d, device_to_host_bytes=d2h, host_memory_bytes=host, disk_read_bytes=read,
         disk_write_bytes=written, collective_bytes=moved,
     )  # fmt: skip
@@ -117,14 +117,14 @@ def kept_share(job: Job) -> float:
     return min(1.0, max(0, budget - job.held_bytes()["device"]) / flats)
 
 
-def bound_of(job: Job, hardware: Hardware) -> tuple[Work, Bound]:
+def bound_of(job: Job, hardware: Hardware) -> tuple[StepWork, Bound]:
     """The least that a step takes."""
     work = work_of(job)
     return work, lower_bound(work, hardware.ceilings(dtype_name(job.plan.compute_dtype)))
 
 
 def predict(job: Job, hardware: Hardware) -> Prediction:
-    """Everything there is to say. ``simulate.NoRoomError`` where the device budget does not hold what is in use at once."""
+    """Everything there is to say. ``BudgetError`` where the device budget does not hold what is in use at once."""
     dtype = job.plan.compute_dtype
     work, bound = bound_of(job, hardware)
     simulated = Simulation(job, pace_of(hardware, dtype)).run()

@@ -5,72 +5,75 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from unwall.planner.candidates import DEVICE_SHARE, HOST_SHARE, Candidate, Room, Short, build, device_room, shortage
+from unwall.planner.candidates import DEVICE_SHARE, Allowance, Candidate, Short, build, device_room, shortage
 from unwall.planner.hardware import Hardware
 from unwall.planner.outline import Outline
+from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.sizes import format_bytes
 
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)
 
 
-def remedies(place: Candidate, outline: Outline, hardware: Hardware, ranks: int, room: Room, dtype: torch.dtype) -> list[str]:
+def remedies(
+    place: Candidate, outline: Outline, hardware: Hardware, ranks: int, allowance: Allowance, dtype: torch.dtype
+) -> list[str]:
     """What would make ``place`` (the placement that asks least of the device) fit, in words."""
 
-    def lack(candidate: Candidate, many: int, given: Room) -> Short | str | None:
+    def lack(candidate: Candidate, many: int, given: Allowance) -> Short | str | None:
         if device_room(candidate, outline, given) <= 0:
             return "activations"
         return shortage(build(candidate, outline, many, given, dtype)[1], given)
 
-    found = [*_budgets(place, ranks, room, lack)]
-    if not room.together:
-        found += [*_host(place, hardware, ranks, room, lack), *_ranks(place, ranks, room, lack)]
-    if room.directory is None or not room.disk_bytes:
-        found += _disk(place, ranks, room, lack)
-    return [*found, *_device(place, ranks, room, lack), *_shorter(place, ranks, room, lack)]
+    found = [*_budgets(place, ranks, allowance, lack)]
+    if not allowance.together:
+        found += [*_host(place, hardware, ranks, allowance, lack), *_ranks(place, ranks, allowance, lack)]
+    if allowance.directory is None or not allowance.disk_bytes:
+        found += _disk(place, ranks, allowance, lack)
+    return [*found, *_device(place, ranks, allowance, lack), *_shorter(place, ranks, allowance, lack)]
 
 
-Lack = Callable[[Candidate, int, Room], "Short | str | None"]
+Lack = Callable[[Candidate, int, Allowance], "Short | str | None"]
 _PLENTY = 1 << 62
 
 
-def _budgets(place: Candidate, ranks: int, room: Room, lack: Lack) -> Iterator[str]:
+def _budgets(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
     """A budget of the user's that is too small."""
-    if room.device_budget_bytes is None:
+    if allowance.device_budget_bytes is None:
         return
-    free = dataclasses.replace(room, device_budget_bytes=None)
+    free = dataclasses.replace(allowance, device_budget_bytes=None)
     if lack(place, ranks, free) is not None:
         return
-    short = lack(place, ranks, room)
-    low, high = room.device_budget_bytes, room.device_bytes
+    short = lack(place, ranks, allowance)
+    low, high = allowance.device_budget_bytes, allowance.device_bytes
     while high - low > max(1 << 20, high // 100):  # groups change with the budget, so it is searched and not computed
         middle = (low + high) // 2
-        fits = lack(place, ranks, dataclasses.replace(room, device_budget_bytes=middle)) is None
+        fits = lack(place, ranks, dataclasses.replace(allowance, device_budget_bytes=middle)) is None
         low, high = (low, middle) if fits else (middle, high)
     if short is not None:
-        yield f"device_bytes of about {format_bytes(high)} (it is {format_bytes(room.device_budget_bytes)})"
+        yield f"device_bytes of about {format_bytes(high)} (it is {format_bytes(allowance.device_budget_bytes)})"
 
 
-def _host(place: Candidate, hardware: Hardware, ranks: int, room: Room, lack: Lack) -> Iterator[str]:
+def _host(place: Candidate, hardware: Hardware, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
     if "disk" in place.fields:
         return
-    if lack(place, ranks, dataclasses.replace(room, host_bytes=_PLENTY)) is not None:
+    if lack(place, ranks, dataclasses.replace(allowance, host_bytes=_PLENTY)) is not None:
         return
-    short = lack(place, ranks, room)
+    short = lack(place, ranks, allowance)
     if isinstance(short, Short) and short.tier == "host":
         node = int(short.needed_bytes * min(ranks, hardware.devices_per_node) / HOST_SHARE)
         yield f"{format_bytes(node)} of host memory a node (there are {format_bytes(hardware.host_bytes)})"
 
 
-def _ranks(place: Candidate, ranks: int, room: Room, lack: Lack) -> Iterator[str]:
+def _ranks(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
     for times in MORE_NODES:
-        if lack(place, ranks * times, room) is None:
+        if lack(place, ranks * times, allowance) is None:
             yield f"{ranks * times} ranks instead of {ranks} ({times} times the machines)"
             return
 
 
-def _disk(place: Candidate, ranks: int, room: Room, lack: Lack) -> Iterator[str]:
+def _disk(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
     spill = dataclasses.replace(place, fields={"stage": 3, **dict.fromkeys(("params", "grads", "optimizer", "disk"), "disk")})
-    given = dataclasses.replace(room, directory="disk", disk_bytes=_PLENTY)
+    given = dataclasses.replace(allowance, directory="disk", disk_bytes=_PLENTY)
     if lack(spill, ranks, given) is not None:
         return
     short = lack(spill, ranks, dataclasses.replace(given, disk_bytes=0))
@@ -78,24 +81,27 @@ def _disk(place: Candidate, ranks: int, room: Room, lack: Lack) -> Iterator[str]
         yield f"a disk with {format_bytes(short.needed_bytes)} a rank: disk='/path/on/a/fast/drive'"
 
 
-def _device(place: Candidate, ranks: int, room: Room, lack: Lack) -> Iterator[str]:
-    if room.device_budget_bytes is not None or lack(place, ranks, dataclasses.replace(room, device_bytes=_PLENTY)) is not None:
+def _device(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
+    if (
+        allowance.device_budget_bytes is not None
+        or lack(place, ranks, dataclasses.replace(allowance, device_bytes=_PLENTY)) is not None
+    ):
         return
-    low, high = room.device_bytes, room.device_bytes
-    while lack(place, ranks, dataclasses.replace(room, device_bytes=high)) is not None:
+    low, high = allowance.device_bytes, allowance.device_bytes
+    while lack(place, ranks, dataclasses.replace(allowance, device_bytes=high)) is not None:
         low, high = high, 2 * high
     while high - low > high // 50:
         middle = (low + high) // 2
-        fits = lack(place, ranks, dataclasses.replace(room, device_bytes=middle)) is None
+        fits = lack(place, ranks, dataclasses.replace(allowance, device_bytes=middle)) is None
         low, high = (low, middle) if fits else (middle, high)
-    wanted, there = (format_bytes(int(nbytes / DEVICE_SHARE)) for nbytes in (high, room.device_bytes))
+    wanted, there = (format_bytes(int(nbytes / DEVICE_SHARE)) for nbytes in (high, allowance.device_bytes))
     yield f"devices with {wanted} (they have {there})"
 
 
-def _shorter(place: Candidate, ranks: int, room: Room, lack: Lack) -> Iterator[str]:
+def _shorter(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
     length = place.workload.seq // 2
     while length >= 1:
-        if lack(dataclasses.replace(place, workload=dataclasses.replace(place.workload, seq=length)), ranks, room) is None:
+        if lack(dataclasses.replace(place, workload=dataclasses.replace(place.workload, seq=length)), ranks, allowance) is None:
             yield f"samples of {length} tokens instead of {place.workload.seq}"
             return
         length //= 2

@@ -59,7 +59,7 @@ def plan_fields(plan: ChosenPlan) -> dict[str, Any]:
 def workload_words(load: Workload) -> str:
     passes = f"{load.passes} passes of " if load.passes > 1 else ""
     kept = {"keep": "kept", "recompute": "recomputed", "host": "recomputed from the host"}[load.activations]
-    return f"{passes}{load.batch} x {load.seq} tokens a rank, activations {kept}"
+    return f"{passes}{load.batch} x {load.seq} tokens per rank, activations {kept}"
 
 
 def summary(plan: ChosenPlan) -> str:
@@ -82,7 +82,7 @@ def seconds(value: float) -> str:
 
 
 def _bytes(found: Prediction) -> Table:
-    table = Table("tier, a rank", "term", title="bytes", title_justify="left")
+    table = Table("tier, per rank", "term", title="bytes", title_justify="left")
     table.add_column("bytes", justify="right")
     for tier, terms in found.terms.items():
         for name, nbytes in terms.items():

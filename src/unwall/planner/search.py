@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from unwall.planner.candidates import Candidate, Room, Short, build, device_room, shortage
+from unwall.planner.candidates import Allowance, Candidate, Short, build, device_room, shortage
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job, Workload
 from unwall.planner.outline import Outline
 from unwall.planner.pace import pace_of
 from unwall.planner.predict import Prediction, predict
-from unwall.planner.simulate import NoRoomError
+from unwall.tiers.ledger import BudgetError
 from unwall.tiers.sizes import format_bytes
 
 MAX_PARAMS = 2000
@@ -49,8 +49,8 @@ class Tried:
 class Search:
     """See [Note: what is tried]. ``lost`` has one verdict for each placement that found no place in ``tried``."""
 
-    def __init__(self, outline: Outline, hardware: Hardware, ranks: int, room: Room, dtype: torch.dtype) -> None:
-        self.outline, self.hardware, self.ranks, self.room, self.dtype = outline, hardware, ranks, room, dtype
+    def __init__(self, outline: Outline, hardware: Hardware, ranks: int, allowance: Allowance, dtype: torch.dtype) -> None:
+        self.outline, self.hardware, self.ranks, self.allowance, self.dtype = outline, hardware, ranks, allowance, dtype
         self.tried: list[Tried] = []
         self.lost: dict[str, Verdict] = {}
         self._params = sum(1 for _ in outline.module.parameters())
@@ -108,19 +108,20 @@ class Search:
 
     def _try(self, candidate: Candidate) -> Tried | str:
         """The candidate with its numbers, or why it cannot be."""
-        room, load = self.room, candidate.workload
-        spare = device_room(candidate, self.outline, room)
+        allowance, load = self.allowance, candidate.workload
+        spare = device_room(candidate, self.outline, allowance)
         if spare <= 0:
             self._device_too_small.add(load)
-            needed, there = format_bytes(room.device_bytes - spare), format_bytes(room.device_bytes)
+            needed, there = format_bytes(allowance.device_bytes - spare), format_bytes(allowance.device_bytes)
             return f"activations alone need {needed} on the device, there are {there}"
-        job, terms = build(candidate, self.outline, self.ranks, room, self.dtype)
-        lack: Short | None = shortage(terms, room)
+        job, terms = build(candidate, self.outline, self.ranks, allowance, self.dtype)
+        lack: Short | None = shortage(terms, allowance)
         if lack is not None:
             if lack.tier == "device" and candidate.fields.get("params") == "host":
                 self._device_too_small.add(load)
             return str(lack)
         try:
             return Tried(candidate, job, predict(job, self.hardware))
-        except NoRoomError as error:
-            return str(error)
+        except BudgetError as error:
+            asked, live, budget = (format_bytes(each) for each in (error.asked_bytes, error.live_bytes, error.budget_bytes))
+            return f"what is in use at once needs {asked} more on the device, {live} of {budget} are taken"

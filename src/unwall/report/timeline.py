@@ -3,12 +3,12 @@
 Pure functions over spans: a Chrome trace, a picture, a table.
 """
 
-import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from unwall.tiers.meter import Span
+from unwall.svg import COLOURS, FAINT, Picture
+from unwall.tiers.meter import LaneSpan
 
 LANES = (
     "compute",
@@ -22,16 +22,15 @@ LANES = (
     "wait",
 )
 """From top to bottom; lanes that are not named here follow."""
-_COLOURS = ("#4269d0", "#ff725c", "#9c6b4e", "#3ca951", "#efb118", "#a463f2", "#6cc5b0", "#97bbf5")
 _WIDTH, _ROW, _LEFT, _TOP = 1400, 34, 110, 30
 
 
-def lanes_of(spans: Sequence[Span]) -> list[str]:
+def lanes_of(spans: Sequence[LaneSpan]) -> list[str]:
     found = {span.lane for span in spans}
     return [lane for lane in LANES if lane in found] + sorted(found - set(LANES))
 
 
-def busy_seconds(spans: Sequence[Span], lane: str) -> float:
+def busy_seconds(spans: Sequence[LaneSpan], lane: str) -> float:
     """Time in which at least one span of the lane was under way."""
     total, until = 0.0, float("-inf")
     for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.start):
@@ -40,7 +39,7 @@ def busy_seconds(spans: Sequence[Span], lane: str) -> float:
     return total
 
 
-def chrome_trace(spans: Sequence[Span]) -> str:
+def chrome_trace(spans: Sequence[LaneSpan]) -> str:
     """For chrome://tracing and Perfetto."""
     lanes = lanes_of(spans)
     events: list[dict[str, object]] = [
@@ -62,42 +61,32 @@ def chrome_trace(spans: Sequence[Span]) -> str:
     return json.dumps({"traceEvents": events})
 
 
-def picture(spans: Sequence[Span], title: str = "") -> str:
-    """The same as an SVG: one row a lane, one box a span, its name on hovering."""
+def picture(spans: Sequence[LaneSpan], title: str = "") -> str:
+    """The same as an SVG: one row per lane, one box per span, its name on hovering."""
     lanes = lanes_of(spans)
     first = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=1.0) - first or 1.0
-    scale = (_WIDTH - _LEFT - 20) / length
-    height = _TOP + _ROW * len(lanes) + 40
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="{_LEFT}" y="18">{html.escape(title)}</text>',
-    ]
+    across, base = _WIDTH - _LEFT - 20, _TOP + _ROW * len(lanes) + 4
+    found = Picture(_WIDTH, base + 36)
+    found.text(_LEFT, 18, title)
     for number, lane in enumerate(lanes):
-        top = _TOP + number * _ROW
-        share = busy_seconds(spans, lane) / length
-        parts.append(f'<text x="4" y="{top + 15}">{html.escape(lane)}</text>')
-        parts.append(f'<text x="4" y="{top + 28}" fill="#777" font-size="10">{share:.0%} busy</text>')
-        colour = _COLOURS[number % len(_COLOURS)]
+        top, colour = _TOP + number * _ROW, COLOURS[number % len(COLOURS)]
+        found.text(4, top + 15, lane)
+        found.text(4, top + 28, f"{busy_seconds(spans, lane) / length:.0%} busy", size=10, fill=FAINT)
         for span in spans:
             if span.lane == lane:
-                left = _LEFT + (span.start - first) * scale
-                width = max(0.5, (span.end - span.start) * scale)
-                name = html.escape(f"{span.label}: {(span.end - span.start) * 1e3:.2f} ms")
-                parts.append(
-                    f'<rect x="{left:.2f}" y="{top + 2}" width="{width:.2f}" height="{_ROW - 8}" fill="{colour}" '
-                    f'stroke="white" stroke-width="0.3"><title>{name}</title></rect>'
-                )
-    base = _TOP + _ROW * len(lanes) + 4
+                seconds = span.end - span.start
+                left, width = _LEFT + across * (span.start - first) / length, max(0.5, across * seconds / length)
+                hover = f"{span.label}: {seconds * 1e3:.2f} ms"
+                found.box(left, top + 2, width, _ROW - 8, colour, edge="white", thin=True, hover=hover)
     for tick in range(11):
-        left = _LEFT + (_WIDTH - _LEFT - 20) * tick / 10
-        parts.append(f'<line x1="{left:.1f}" y1="{_TOP}" x2="{left:.1f}" y2="{base}" stroke="#ddd" stroke-width="0.5"/>')
-        parts.append(f'<text x="{left - 14:.1f}" y="{base + 14}" fill="#555">{length * tick / 10 * 1e3:.0f} ms</text>')
-    return "\n".join([*parts, "</svg>"])
+        left = _LEFT + across * tick / 10
+        found.line(left, _TOP, left, base)
+        found.text(left - 14, base + 14, f"{length * tick / 10 * 1e3:.0f} ms", fill=FAINT)
+    return str(found)
 
 
-def stalls(spans: Sequence[Span]) -> list[tuple[str, float]]:
+def stalls(spans: Sequence[LaneSpan]) -> list[tuple[str, float]]:
     """What was waited for, the longest first."""
     found: dict[str, float] = {}
     for span in spans:
@@ -110,7 +99,7 @@ class Profile:
     """What ``unwall.profile`` recorded. Filled when its context is left."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[LaneSpan] = []
 
     def save_trace(self, path: str | Path) -> None:
         """A Chrome trace (chrome://tracing, Perfetto)."""

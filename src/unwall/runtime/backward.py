@@ -19,7 +19,7 @@ from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
-from unwall.shards.group import Residence
+from unwall.shards.group import Group, Residence
 from unwall.tiers.ledger import BudgetError
 
 
@@ -45,7 +45,7 @@ class Backward:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: Executor[Group, Gradient],
         ranks: Ranks,
         places: Places,
         arriving: Callable[[int], None],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from unwall.native.library import DiskError
 from unwall.plan import Plan
 from unwall.runtime.backward import Backward
+from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
@@ -40,7 +41,8 @@ class Engine:
         self.tiers = tiers
         self.ranks = ranks
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
-        self.executor = Executor(groups, gradients, tiers, ranks)
+        self.lane = ComputeLane(tiers.links)
+        self.executor = Executor(groups, gradients, tiers.device.ledger, ranks, self.lane)
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
         self.backward = Backward(

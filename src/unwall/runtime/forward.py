@@ -14,6 +14,8 @@ from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
+from unwall.shards.gradient import Gradient
+from unwall.shards.group import Group
 
 
 class Forward:
@@ -23,7 +25,12 @@ class Forward:
     """
 
     def __init__(
-        self, executor: Executor, ranks: Ranks, places: Places, backward: Backward, beginning: Callable[[], None]
+        self,
+        executor: Executor[Group, Gradient],
+        ranks: Ranks,
+        places: Places,
+        backward: Backward,
+        beginning: Callable[[], None],
     ) -> None:
         self.saved = SavedTensors(executor.groups, backward.reading)
         self._executor = executor

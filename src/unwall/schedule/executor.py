@@ -2,37 +2,49 @@
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
-from unwall.schedule.lane import ComputeLane
-from unwall.schedule.residency import Held, choose_drops, next_missing
+from unwall.schedule.backend import GradientBackend, GroupBackend, Lane, RanksBackend
+from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
-from unwall.shards.collectives import Ranks, Wish, pack_bits, unpack_bits
-from unwall.shards.gradient import Gradient
-from unwall.shards.group import Group, Residence
-from unwall.tiers.ledger import BudgetError
-from unwall.tiers.tiers import Tiers
+from unwall.shards.collectives import Wish, pack_bits, unpack_bits
+from unwall.shards.group import Residence
+from unwall.tiers.ledger import BudgetError, Ledger
 
 LOOK_AHEAD = 2
 """Groups that may be on their way at once: enough to keep a link busy, few enough to bound memory."""
 REDUCES_IN_FLIGHT = 2
 """Gradients that may be on their way over the ranks at once (each holds a flat buffer)."""
 
+AnyGroup = TypeVar("AnyGroup", bound=GroupBackend)
+AnyGradient = TypeVar("AnyGradient", bound=GradientBackend)
 
-class Executor:
-    """Keeps the groups that are in use on the device, within its budget.
+
+class Executor(Generic[AnyGroup, AnyGradient]):
+    """Keeps the groups that are in use on the device, within the budget of its ``ledger``.
 
     A group is pinned while anything may read it; pins are counted. Everything else stays for as long as there is room.
+    It knows groups, gradients and ranks by what is in schedule/backend.py only ([Note: two backends]).
     """
 
-    def __init__(self, groups: Sequence[Group], gradients: Sequence[Gradient], tiers: Tiers, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        groups: Sequence[AnyGroup],
+        gradients: Sequence[AnyGradient],
+        ledger: Ledger,
+        ranks: RanksBackend,
+        lane: Lane,
+    ) -> None:
         self.groups = groups
         self.gradients = gradients
         self.trace = Trace()
         self.gathered_elements = 0
         self.reduced_elements = 0
-        self.lane = ComputeLane(tiers.links)
-        self._device = tiers.device
+        self.lane = lane
+        self._ledger = ledger
         self._ranks = ranks
+        self._present = _Present(groups)
+        self._fetched: set[int] = set()  # that take memory to be here; some may have been dropped since
         self._pins = [0] * len(groups)
         self._current: int | None = None
         self._reducing: deque[int] = deque()
@@ -75,31 +87,35 @@ class Executor:
     def invalidate(self, index: int) -> None:
         """The shards changed: what was gathered of this group is out of date."""
         group = self.groups[index]
-        in_place = group.flat_is_home and group.own_numel == group.layout.padded_numel
-        if group.residence is not Residence.ABSENT and not in_place:
+        if group.residence is not Residence.ABSENT and not group.updated_in_place:
             group.drop()
 
     def make_room(self, nbytes: int, label: str) -> None:
         """Drops groups until ``nbytes`` fit into the device budget. BudgetError when what is in use does not allow it."""
-        for finish in (False, True):
-            if finish:
-                self.finish_reduces()  # gives the flat gradients back that are on their way
-            free = self._device.ledger.free_bytes
-            if free is None or nbytes <= free:
-                return
-            drops = choose_drops(self._held(), self.trace.next_use(), nbytes - free)
-            if drops is not None:
-                for index in drops:
-                    self.groups[index].drop()
-                return
-        ledger = self._device.ledger
-        raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
+        if self._drop_for(nbytes):
+            return
+        self.finish_reduces()  # gives the flat gradients back that are on their way
+        if not self._drop_for(nbytes):
+            ledger = self._ledger
+            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
 
-    def _held(self) -> list[Held]:
+    def _drop_for(self, nbytes: int, sooner_than: int | None = None) -> bool:
+        """Drops what is needed last, as far as ``nbytes`` need it. False, and nothing is dropped, where that is not enough.
+
+        ``sooner_than``: what is needed at this distance or sooner stays."""
+        free = self._ledger.free_bytes
+        if free is None or nbytes <= free:
+            return True
+        drops = choose_drops(self._occupants(), self.trace.next_use(), nbytes - free, sooner_than)
+        for index in drops or ():
+            self.groups[index].drop()
+        return drops is not None
+
+    def _occupants(self) -> list[Occupant]:
+        self._fetched = {index for index in self._fetched if index in self._present}
         return [
-            Held(index, group.fetch_bytes, self._pins[index] > 0 or index == self._current)
-            for index, group in enumerate(self.groups)
-            if group.residence is not Residence.ABSENT
+            Occupant(index, self.groups[index].fetch_bytes, self._pins[index] > 0 or index == self._current)
+            for index in self._fetched
         ]
 
     def _make_resident(self, index: int) -> None:
@@ -118,28 +134,25 @@ class Executor:
     def _begin_gather(self, index: int) -> None:
         group = self.groups[index]
         self.make_room(group.fetch_bytes, f"parameters of {group.name}")
+        if group.fetch_bytes:
+            self._fetched.add(index)
         group.begin_gather()
-        self.gathered_elements += group.layout.padded_numel if self._ranks.size > 1 else 0
+        self.gathered_elements += group.gathered_numel if self._ranks.size > 1 else 0
 
     def _work_ahead(self) -> None:
         """Starts fetching the next missing groups, where that pushes out nothing that is needed sooner."""
         if not self.trace.known:
             return
         while True:
-            present = {index for index, group in enumerate(self.groups) if group.residence is not Residence.ABSENT}
-            found = next_missing(self.trace.upcoming(), present, LOOK_AHEAD)
+            found = next_missing(self.trace.upcoming(), self._present, LOOK_AHEAD)
             if found is None:
                 return
             index, distance = found
-            if self.groups[index].pending.updating:
+            group = self.groups[index]
+            if group.updating:
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
-            free = self._device.ledger.free_bytes
-            needed = 0 if free is None else self.groups[index].fetch_bytes - free
-            drops = choose_drops(self._held(), self.trace.next_use(), needed, sooner_than=distance)
-            if drops is None:
+            if not self._drop_for(group.fetch_bytes, sooner_than=distance):
                 return
-            for drop in drops:
-                self.groups[drop].drop()
             self._fetch(index)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -151,10 +164,10 @@ class Executor:
             self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
             gradient.begin_reduce(gradient.pending)
             self._reducing.append(index)
-            if self.groups[index].home.tier == "device":
+            if not gradient.leaves:
                 self.finish_reduces()
             return
-        bits = pack_bits(sorted(gradient.pending), len(self.groups[index].params))
+        bits = pack_bits(sorted(gradient.pending), self.groups[index].param_count)
         self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
 
     def finish_reduces(self, leave: int = 0, departed: bool = True) -> None:
@@ -217,4 +230,14 @@ class Executor:
         self.make_room(gradient.flat_bytes, f"gradients of {group.name}")
         gradient.begin_reduce(present, contribute=mine)
         self._reducing.append(wish.group)
-        self.reduced_elements += group.layout.padded_numel
+        self.reduced_elements += group.gathered_numel
+
+
+class _Present:
+    """The groups that are on the device or on their way to it, as a container."""
+
+    def __init__(self, groups: Sequence[GroupBackend]) -> None:
+        self._groups = groups
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self._groups[index].residence is not Residence.ABSENT

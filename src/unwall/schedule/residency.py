@@ -4,13 +4,12 @@ With the order of uses known, dropping what is needed furthest ahead is optimal 
 missing group, as long as it does not push out anything that is needed sooner.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Held:
-    """A group that occupies memory."""
+class Occupant(NamedTuple):
+    """A group that occupies device memory."""
 
     group: int
     nbytes: int
@@ -19,7 +18,7 @@ class Held:
 
 
 def choose_drops(
-    held: Iterable[Held], next_use: Mapping[int, int], needed_bytes: int, sooner_than: int | None = None
+    occupants: Iterable[Occupant], next_use: Mapping[int, int], needed_bytes: int, sooner_than: int | None = None
 ) -> list[int] | None:
     """Which groups to drop so that ``needed_bytes`` become free: those needed furthest ahead, the unknown ones first.
 
@@ -29,20 +28,24 @@ def choose_drops(
     if needed_bytes <= 0:
         return []
     never = float("inf")
-    candidates = [entry for entry in held if not entry.pinned and entry.nbytes > 0]
+    candidates = [
+        (-next_use.get(occupant.group, never), occupant.group, occupant.nbytes)
+        for occupant in occupants
+        if not occupant.pinned and occupant.nbytes > 0
+    ]
     if sooner_than is not None:
-        candidates = [entry for entry in candidates if next_use.get(entry.group, never) > sooner_than]
-    candidates.sort(key=lambda entry: (-next_use.get(entry.group, never), entry.group))
+        candidates = [candidate for candidate in candidates if -candidate[0] > sooner_than]
+    candidates.sort()
     chosen = []
-    for entry in candidates:
-        chosen.append(entry.group)
-        needed_bytes -= entry.nbytes
+    for _, group, nbytes in candidates:
+        chosen.append(group)
+        needed_bytes -= nbytes
         if needed_bytes <= 0:
             return chosen
     return None
 
 
-def next_missing(upcoming: Iterable[int], present: set[int], look_ahead: int) -> tuple[int, int] | None:
+def next_missing(upcoming: Iterable[int], present: Container[int], look_ahead: int) -> tuple[int, int] | None:
     """The first group among the next ``look_ahead`` uses that is not present, and how many uses ahead it is."""
     for distance, group in enumerate(upcoming):
         if distance >= look_ahead:

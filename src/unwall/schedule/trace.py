@@ -1,6 +1,45 @@
 """The order in which an iteration uses the groups, learned by watching. Pure bookkeeping."""
 
-from collections.abc import Hashable, Iterator
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+
+class Order:
+    """The uses of one pass, and at which places in it each group is used."""
+
+    def __init__(self, uses: list[int]) -> None:
+        self.uses = uses
+        self.places: dict[int, list[int]] = {}
+        for place, group in enumerate(uses):
+            self.places.setdefault(group, []).append(place)
+
+
+class NextUse(Mapping[int, int]):
+    """How many uses ahead each group comes next, seen from a place in a pass; to its end and into another one like it.
+
+    A view: nothing is listed, each answer is looked up.
+    """
+
+    def __init__(self, order: Order, at: int) -> None:
+        self._places = order.places
+        self._length = len(order.uses)
+        self._at = at
+
+    def __getitem__(self, group: int) -> int:
+        places, at = self._places[group], self._at
+        if places[-1] < at:
+            return places[0] + self._length - at
+        return places[bisect_left(places, at)] - at
+
+    def get(self, group: int, default: Any = None) -> Any:  # the one that Mapping has would catch a KeyError each time
+        return self[group] if group in self._places else default
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class Trace:
@@ -11,16 +50,17 @@ class Trace:
     """
 
     def __init__(self) -> None:
-        self._learned: dict[Hashable, list[int]] = {}
+        self._learned: dict[Hashable, Order] = {}
         self._kind: Hashable = None
         self._now: list[int] = []
-        self._expected: list[int] | None = None
+        self._expected: Order | None = None
         self.mismatches = 0
 
     def begin(self, kind: Hashable) -> None:
         """A new pass starts; the one before becomes what is known about its kind."""
-        if self._now:
-            self._learned[self._kind] = self._now
+        as_expected = self._expected is not None and len(self._expected.uses) == len(self._now)
+        if self._now and not as_expected:
+            self._learned[self._kind] = Order(self._now)
         self._kind = kind
         self._now = []
         self._expected = self._learned.get(kind)
@@ -31,9 +71,11 @@ class Trace:
             return False
         at = len(self._now)
         self._now.append(group)
-        if self._expected is not None and (at >= len(self._expected) or self._expected[at] != group):
-            self._expected = None
-            self.mismatches += 1
+        if self._expected is not None:
+            uses = self._expected.uses
+            if at >= len(uses) or uses[at] != group:
+                self._expected = None
+                self.mismatches += 1
         return True
 
     @property
@@ -45,13 +87,11 @@ class Trace:
         """The groups that come next, in order, to the end of this pass and into the next one of its kind."""
         if self._expected is None:
             return
-        at = len(self._now)
-        yield from self._expected[at:]
-        yield from self._expected
+        uses = self._expected.uses
+        for place in range(len(self._now), len(uses)):
+            yield uses[place]
+        yield from uses
 
-    def next_use(self) -> dict[int, int]:
+    def next_use(self) -> Mapping[int, int]:
         """For each group that is expected again: how many uses ahead."""
-        found: dict[int, int] = {}
-        for distance, group in enumerate(self.upcoming()):
-            found.setdefault(group, distance)
-        return found
+        return {} if self._expected is None else NextUse(self._expected, len(self._now))

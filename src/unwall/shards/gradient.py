@@ -167,6 +167,11 @@ class Gradient:
         """Whether there is a reduced gradient."""
         return self._place.holding in (Holding.LANDING, Holding.LANDED)
 
+    @property
+    def leaves(self) -> bool:
+        """The sum leaves the device: the update runs on the host."""
+        return self.group.home.tier == "host"
+
     def check(self) -> None:
         """Raises where the gradient should be here, but its tier did not take it."""
         self._place.check()

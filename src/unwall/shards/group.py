@@ -111,6 +111,25 @@ class Group:
         """Device memory that a fetch takes beyond what is held anyway."""
         return self.layout.flat_bytes if self.evictable else 0
 
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the flat buffer."""
+        return self.layout.padded_numel
+
+    @property
+    def param_count(self) -> int:
+        return len(self.params)
+
+    @property
+    def updating(self) -> bool:
+        """An update is under way on the host."""
+        return self.pending.updating
+
+    @property
+    def updated_in_place(self) -> bool:
+        """The update writes the flat buffer itself: what is gathered never is out of date."""
+        return self.flat_is_home and self.own_numel == self.layout.padded_numel
+
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)

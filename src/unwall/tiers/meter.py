@@ -29,7 +29,7 @@ class LinkStats:
     """The same by label (the group that was waited for)."""
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """Work on a lane, in seconds of the monotonic clock."""
 
     lane: str
@@ -42,11 +42,11 @@ class Timeline:
     """Keeps every piece of work that the meters see, while it is switched on."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] | None = None
+        self.spans: list[LaneSpan] | None = None
 
     def add(self, lane: str, label: str, start: float, end: float) -> None:
         if self.spans is not None:
-            self.spans.append(Span(lane, label, start, end))
+            self.spans.append(LaneSpan(lane, label, start, end))
 
 
 class DeviceClock:

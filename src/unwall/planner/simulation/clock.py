@@ -73,6 +73,8 @@ class Clock:
                 queue.popleft()
 
     def _speeds(self, active: Sequence[Task]) -> list[float]:
+        if not any(task.loads for task in active):
+            return [1.0] * len(active)
         total: dict[str, float] = {}
         for task in active:
             for name, load in task.loads.items():

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from bench.paper import LARGEST_PARAMS, Largest
 
+from bench import ends
 from unwall.plan import Plan
-from unwall.planner import ends
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import load
 from unwall.planner.job import Workload, make_job
 from unwall.planner.outline import skeleton
-from unwall.planner.paper import LARGEST_PARAMS, Largest
 from unwall.planner.predict import predict
 
 # What `ends.largest` finds for each system (bench/paper_tables.py runs the search; it takes a minute).

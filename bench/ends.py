@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from unwall.planner.candidates import Candidate, Room, build, device_room, room_of, shortage
+from bench.paper import SEQ, Largest
+from unwall.planner.candidates import Allowance, Candidate, allowance_of, build, device_room, shortage
 from unwall.planner.choose import ChosenPlan, choose
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import Hardware, load
 from unwall.planner.job import Keeping, Workload
 from unwall.planner.outline import Outline, skeleton
-from unwall.planner.paper import SEQ, Largest
 
 _ON_DISK = {"params": "disk", "grads": "disk", "optimizer": "disk", "disk": "disk"}
 SYSTEMS: dict[str, tuple[dict[str, Any], Keeping]] = {
@@ -41,11 +41,11 @@ def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int =
     fields, kept = SYSTEMS[system]
     workload = Workload(batch=1, seq=SEQ, activations=kept)
     place = Candidate(name=system, fields=fields, workload=workload, budgeted="disk" in fields or kept == "host")
-    room: Room = room_of(hardware, directory="disk" if "disk" in fields else None)
+    allowance: Allowance = allowance_of(hardware, directory="disk" if "disk" in fields else None)
     outline = _outline(layers, hidden, tiles)
-    if device_room(place, outline, room) <= 0:
+    if device_room(place, outline, allowance) <= 0:
         return False
-    return shortage(build(place, outline, hardware.devices, room, torch.float16)[1], room) is None
+    return shortage(build(place, outline, hardware.devices, allowance, torch.float16)[1], allowance) is None
 
 
 def largest(system: str, hardware: Hardware, tiles: int = 1) -> Largest:
@@ -74,7 +74,7 @@ def _hidden_sizes() -> list[int]:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """The 1T model on so many devices, as the planner chooses."""
 
     devices: int
@@ -87,7 +87,7 @@ class Point:
         return self.plan.prediction.work.flops / self.plan.prediction.step_s / 1e12
 
 
-def scaling(machine: str = "dgx-2") -> list[Point]:
+def scaling(machine: str = "dgx-2") -> list[ScalingPoint]:
     """From 64 to 512 devices, with the same batch on each: the best plan for each size."""
     outline = skeleton(from_shape(SCALING_SHAPE))
     found = []
@@ -95,5 +95,5 @@ def scaling(machine: str = "dgx-2") -> list[Point]:
         hardware = load(machine).with_nodes(nodes)
         batch = SCALING_BATCH * hardware.devices
         plan = choose(outline, hardware, batch=batch, seq=SEQ, directory="disk", offload_activations=True)
-        found.append(Point(hardware.devices, plan))
+        found.append(ScalingPoint(hardware.devices, plan))
     return found

@@ -1,0 +1,150 @@
+"""Drives the engine's executor through some steps of a job, as the engine's hooks would. See [Note: the same decisions]."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unwall.planner.job import Job
+from unwall.planner.outline import passes_of
+from unwall.planner.pace import COMPUTE, Pace
+from unwall.planner.simulation.checkpoints import Checkpoints
+from unwall.planner.simulation.gradient import SimulatedGradient
+from unwall.planner.simulation.group import SimulatedGroup
+from unwall.planner.simulation.rank import NobodyWatches, RanksAlike, VirtualRank
+from unwall.planner.simulation.update import measure_norm, submit_update
+from unwall.schedule.executor import Executor
+
+STEPS = 2
+"""Simulated; the last one counts. It meets the updates of the first; a third would be like it."""
+
+PASSES = 3
+"""Simulated of those before a step, at most: those between the first and the last are alike."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the last simulated step took."""
+
+    step_s: float
+    busy_s: Mapping[str, float]
+    """Work of each queue in a step, were nothing in its way."""
+    device_peak_bytes: int
+    gathers: int
+    """Groups that were fetched or gathered in the step."""
+
+
+class Simulation:
+    """One rank's steps. BudgetError where the device budget does not hold what is in use at once."""
+
+    def __init__(self, job: Job, pace: Pace) -> None:
+        self.job = job
+        self.rank = VirtualRank(job, pace)
+        self.groups = [SimulatedGroup(index, self.rank) for index in range(len(job.sizes))]
+        self.gradients = [SimulatedGradient(group, self.rank) for group in self.groups]
+        self.executor = Executor(self.groups, self.gradients, self.rank.ledger, RanksAlike(job.ranks), NobodyWatches())
+        self._early = job.early
+        self._updated: set[int] = set()
+        """Groups that were updated before the step."""
+        self._last_pass = False
+        self._checkpoints = Checkpoints(self.rank)
+        load = job.workload
+        self._places = passes_of(job.stretches, load.recompute)
+        self._seconds = [pace.compute_s(job.stretches[stretch], load.batch, load.seq, what) for stretch, what in self._places]
+        self._last_backward = {
+            index: place
+            for place, (stretch, what) in enumerate(self._places)
+            if what == "backward"
+            for index in job.stretches[stretch].groups
+        }
+        self._teach()
+
+    def _teach(self) -> None:
+        """The trace knows the order from the start, as after a first step."""
+        self.executor.trace.begin(True)
+        for stretch, _ in self._places:
+            for index in self.job.stretches[stretch].groups:
+                self.executor.trace.record(index)
+
+    def run(self) -> Simulated:
+        """Some steps; the last one counts."""
+        passes = min(PASSES, self.job.workload.passes)
+        more = self.job.workload.passes - passes
+        rank, clock, seconds = self.rank, self.rank.clock, 0.0
+        for _ in range(STEPS):
+            begin, clock.busy_s, rank.gathers = clock.now_s, {}, 0
+            rank.ledger.reset_peak()
+            middle_s, middle_busy_s = 0.0, {}
+            for number in range(passes):
+                if number == 1 and more:
+                    clock.drain(COMPUTE)
+                start, busy_s = clock.now_s, dict(clock.busy_s)
+                self._pass(last=number == passes - 1)
+                if number == 1 and more:
+                    clock.drain(COMPUTE)
+                    middle_s = clock.now_s - start
+                    middle_busy_s = {queue: total - busy_s.get(queue, 0.0) for queue, total in clock.busy_s.items()}
+            self._step()
+            seconds = clock.now_s - begin + more * middle_s
+            for queue, busy in middle_busy_s.items():
+                clock.busy_s[queue] += more * busy
+        return Simulated(seconds, dict(clock.busy_s), rank.ledger.peak_bytes, rank.gathers)
+
+    def _pass(self, last: bool) -> None:
+        """One forward and backward. Groups are pinned as [Note: pins] in runtime/backward.py says."""
+        executor, self._last_pass = self.executor, last
+        executor.unpin_all()
+        executor.trace.begin(True)
+        backward_pins: set[int] = set()
+        for place, (number, what) in enumerate(self._places):
+            stretch = self.job.stretches[number]
+            for index in stretch.groups:
+                if index in backward_pins:
+                    executor.trace.record(index)
+                else:
+                    executor.use(index)
+                    if what in ("begin", "backward"):
+                        backward_pins.add(index)
+                    else:
+                        executor.release(index)
+            if what == "begin":
+                continue
+            arrivals = [self.groups[index].arrival for index in stretch.groups]
+            kept = self._checkpoints.step(stretch.block, what)
+            self.rank.compute(self._seconds[place], [*arrivals, kept])
+            if what == "backward":
+                for index in stretch.groups:
+                    self._take_gradient(index)
+                    if self._last_backward[index] == place:
+                        if self.gradients[index].pending:
+                            executor.reduce(index)
+                            self._hand_out()
+                        backward_pins.discard(index)
+                        executor.release(index)
+
+    def _take_gradient(self, index: int) -> None:
+        gradient = self.gradients[index]
+        if self.job.sizes[index].trainable and not gradient.pending:
+            self.executor.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}")
+            gradient.take()
+
+    def _hand_out(self) -> None:
+        """Sums that are on their way to where the update runs are used at once where nothing has to be waited for."""
+        for index in self.executor.take_reduced():
+            if self._last_pass and index in self._early:
+                self.groups[index].update = submit_update(self.rank, index, [self.gradients[index].landing])
+                self._updated.add(index)
+
+    def _step(self) -> None:
+        self.executor.finish_reduces(departed=False)
+        self.executor.take_reduced()
+        norm = None
+        if self.job.workload.clip:
+            norm = measure_norm(self.rank, [gradient.landing for gradient in self.gradients])
+        trained = [index for index, size in enumerate(self.job.sizes) if size.trainable]
+        for index in trained:
+            if index not in self._updated:
+                self.groups[index].update = submit_update(self.rank, index, [self.gradients[index].landing, norm])
+        self._updated.clear()
+        for index in trained:
+            self.gradients[index].clear()
+            self.executor.invalidate(index)
+        self.rank.clock.drain(COMPUTE)

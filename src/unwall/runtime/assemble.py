@@ -1,0 +1,37 @@
+"""A model becomes a sharded one: groups, homes, tiers, engine and hooks, in this order. ``unwall.shard`` and the planner's dry
+run both go this way; they differ in the tiers they use and in where values come from."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from unwall.plan import Plan
+from unwall.runtime.engine import Engine
+from unwall.runtime.hooks import install
+from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
+from unwall.shards.collectives import Ranks
+from unwall.shards.placement import Home, Sizes
+from unwall.tiers.tiers import Tiers
+
+
+def assemble(
+    model: nn.Module,
+    plan: Plan,
+    ranks: Ranks,
+    room: Room,
+    make_tiers: Callable[[list[Sizes], list[Home]], Tiers],
+    whole_value: Callable[[nn.Parameter], torch.Tensor | None],
+) -> Engine:
+    """Shards a model in place. PlanError, before anything is allocated, where the plan does not fit ``room``.
+
+    ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
+    where there is none yet.
+    """
+    planned = plan_groups(model, plan, ranks.size)
+    homes = choose_homes(planned, plan, ranks.size, room)
+    tiers = make_tiers(sizes_of(planned, plan, ranks.size), homes)
+    groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
+    engine = Engine(plan, groups, gradients, tiers, ranks)
+    install(engine, model)
+    return engine

@@ -1,0 +1,53 @@
+"""What this machine gives a rank: the room that states may take, and the tiers that hold them."""
+
+import shutil
+from collections.abc import Sequence
+
+import torch
+
+from unwall.plan import Plan
+from unwall.shards.build import Room
+from unwall.shards.placement import CHUNKS_IN_FLIGHT, Home, Sizes, chunk_bytes, chunk_elements, ring_slot_bytes
+from unwall.tiers.device import DeviceTier
+from unwall.tiers.disk import DiskTier
+from unwall.tiers.host import HostTier, available_bytes, local_ranks
+from unwall.tiers.tiers import Tiers
+from unwall.tiers.workers import shared_pool
+
+STATE_SHARE = 0.75
+"""How much of the accelerator's free memory states may take when the plan says nothing."""
+HOST_SHARE = 0.85
+"""The same for the host's available memory."""
+
+
+def room_on(device: torch.device, plan: Plan) -> Room:
+    """What states may take of each tier: what the plan says or, where it says nothing, what the machine has to spare."""
+    device_bytes, host_bytes, disk_bytes = plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes
+    if device_bytes is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        device_bytes = int(free * STATE_SHARE)  # leaves room for activations
+    if host_bytes is None and (device.type == "cuda" or plan.directories):
+        host_bytes = int(available_bytes() * HOST_SHARE / local_ranks())
+    if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):
+        smallest = min(shutil.disk_usage(folder).free for folder in plan.directories)
+        disk_bytes = smallest * len(plan.directories) // local_ranks()
+    return Room(device_bytes, host_bytes, disk_bytes)
+
+
+def open_tiers(plan: Plan, device: DeviceTier, rank: int, sizes: Sequence[Sizes], homes: Sequence[Home]) -> Tiers:
+    """The tiers of one rank; the disk only where something lives there."""
+    host = HostTier(shared_pool(), plan.budget_host_bytes)
+    if not any(home.on_disk for home in homes):
+        return Tiers(device, host)
+    elements = chunk_elements(sizes, homes)
+    tiers = Tiers(
+        device,
+        host,
+        DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank),
+        ring_slot_bytes=ring_slot_bytes(sizes, homes),
+        chunk_elements=elements,
+        chunk_bytes=max(chunk_bytes(size, home, elements) for size, home in zip(sizes, homes, strict=True)),
+        chunks=CHUNKS_IN_FLIGHT,
+    )
+    tiers.chunks.fill()
+    return tiers

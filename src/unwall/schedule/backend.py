@@ -1,0 +1,98 @@
+"""What the executor drives, as protocols.
+
+[Note: two backends]
+The engine's groups and gradients (``shards/``) move bytes. The planner's (``planner/simulation/``) put work into the queues of
+a virtual clock. Both are driven by the same executor over a ledger of the device, so what is predicted is what is decided.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from unwall.shards.collectives import Wish
+from unwall.shards.group import Residence
+
+
+class GroupBackend(Protocol):
+    """Parameters that come to the device and go. See [Note: residence] in shards/group.py."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def residence(self) -> Residence: ...
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Device memory that a fetch takes. It does not change; 0: dropping the group gives nothing back."""
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the whole group."""
+
+    @property
+    def param_count(self) -> int: ...
+
+    @property
+    def updating(self) -> bool:
+        """An update is under way that a fetch would have to wait for."""
+
+    @property
+    def updated_in_place(self) -> bool:
+        """The update writes what was gathered: it never is out of date."""
+
+    def begin_gather(self) -> None:
+        """ABSENT to ARRIVING, after an update that is under way."""
+
+    def serve_gather(self) -> None:
+        """Takes part in a gather that another rank needs."""
+
+    def finish_gather(self) -> None:
+        """ARRIVING to RESIDENT."""
+
+    def drop(self) -> None:
+        """To ABSENT."""
+
+
+class GradientBackend(Protocol):
+    """The gradient of a group on its way over the ranks."""
+
+    @property
+    def pending(self) -> set[int]:
+        """Parameters with a gradient on this rank that was not reduced yet."""
+
+    @property
+    def flat_bytes(self) -> int:
+        """Device memory that a pass over this group's backward takes from now on."""
+
+    @property
+    def leaves(self) -> bool:
+        """The sum goes to another tier, where the update runs."""
+
+    def begin_reduce(self, present: set[int], contribute: bool = True) -> None:
+        """Starts the sum over ranks of the parameters in ``present``."""
+
+    def finish_reduce(self) -> None:
+        """Waits for the sum, which then is on its way to where the update runs."""
+
+    def await_departure(self) -> None:
+        """Waits until a sum that leaves has left the device."""
+
+
+class RanksBackend(Protocol):
+    """The ranks that the model is cut over. See [Note: agreement] in shards/collectives.py."""
+
+    @property
+    def size(self) -> int: ...
+
+    def announce(self, wish: Wish, phase: int, where: str) -> Sequence[Wish]:
+        """What every rank wants next."""
+
+
+class Lane(Protocol):
+    """Watches what is computed between one group and the next."""
+
+    def leave(self) -> None:
+        """A group is about to be waited for."""
+
+    def enter(self, label: str) -> None:
+        """It is there."""
