@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.shapes import SHAPES
-from unwall.planner.formulas import SPLIT_UPDATE_TRAFFIC_BYTES as UPDATE_BYTES
 
+SPLIT_UPDATE_BYTES = 26
+"""Host memory that AdamW on a split master reads and writes per parameter: gradient 2, bf16 half 4, remainder 4, moments 16.
+The planner's SPLIT_UPDATE_TRAFFIC_BYTES; not imported, because the suite's own process needs neither torch nor unwall."""
 STATE_BYTES = 14
 """A parameter with its states at their smallest: bf16 2, remainder 2, moments 8, gradient 2."""
 FETCH_BYTES = 4
@@ -19,7 +21,7 @@ DRAIN_BYTES = 2
 
 TEXT = f"""\
 Lower bound of a step: the longest of *compute* (model FLOPs at the best rate that an engine with everything on the device
-reached in the same run), *host update* ({UPDATE_BYTES} bytes a parameter at the measured host memory bandwidth), *link*
+reached in the same run), *host update* ({SPLIT_UPDATE_BYTES} bytes a parameter at the measured host memory bandwidth), *link*
 ({FETCH_BYTES} bytes a parameter to the device, {DRAIN_BYTES} back, both ways at once) and *disk* (what of {STATE_BYTES} bytes a
 parameter did not fit into the host and device memory the engine used, read once and written once a step, at once). Host update
 and link count where the optimizer's state is on the host or the disk; `auto` is held against compute alone. Without a resident
@@ -36,7 +38,7 @@ def bound_seconds(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pro
         return terms
     if "host_bytes_per_s" not in probe:
         return {}
-    terms["host update"] = UPDATE_BYTES * shape.params / probe["host_bytes_per_s"]
+    terms["host update"] = SPLIT_UPDATE_BYTES * shape.params / probe["host_bytes_per_s"]
     if "host_to_device_bytes_per_s" in probe:  # ranks have a link each and 1/N of the states
         fetch = FETCH_BYTES * shape.params / world / probe["host_to_device_bytes_per_s"]
         drain = DRAIN_BYTES * shape.params / world / probe["device_to_host_bytes_per_s"]

@@ -1,9 +1,10 @@
 """Tokens per second of each engine as horizontal bars."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unwall.svg import Picture
+if TYPE_CHECKING:
+    from unwall.svg import Picture
 
 _WIDTH, _LABEL, _BAR, _GAP, _HEAD = 1100, 540, 18, 6, 34
 _OURS, _PEER, _FAILED = "#1f6feb", "#8c959f", "#b35900"
@@ -11,6 +12,8 @@ _OURS, _PEER, _FAILED = "#1f6feb", "#8c959f", "#b35900"
 
 def draw(results: Sequence[Mapping[str, Any]]) -> str:
     """One block of bars for each run and shape, each with a scale of its own."""
+    from unwall.svg import Picture  # here: the suite's own process needs neither torch nor unwall before
+
     picture, top = Picture(_WIDTH), 10
     for result in results:
         for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
@@ -26,7 +29,7 @@ def draw(results: Sequence[Mapping[str, Any]]) -> str:
     return str(picture)
 
 
-def _bar(picture: Picture, row: Mapping[str, Any], top: int, most: float) -> None:
+def _bar(picture: "Picture", row: Mapping[str, Any], top: int, most: float) -> None:
     name = row["engine"] if len(row["engine"]) < 84 else row["engine"][:82] + "…"
     picture.text(_LABEL - 8, top + 13, name, anchor="end")
     if row["status"] != "ok":

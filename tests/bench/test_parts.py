@@ -1,17 +1,21 @@
 """The suite's decisions: how processes ended, when losses agree, what a step can take at least."""
 
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from bench.bound import best_resident_flops, bound_seconds
+from bench.bound import SPLIT_UPDATE_BYTES, best_resident_flops, bound_seconds
 from bench.launch import outcome, watch
 from bench.losses import differs_at, disagreements
 from bench.results import merge_rounds
 from bench.shapes import SHAPES
 from bench.spec import parse_spec
 from bench.workload import build, fill
+
+from unwall.planner.formulas import SPLIT_UPDATE_TRAFFIC_BYTES
 
 
 def ended(tmp_path, *scripts, timeout=20):
@@ -145,3 +149,13 @@ def test_a_model_filled_later_equals_one_built_at_once():
     for (name, expected), value in zip(built.named_parameters(), later.parameters(), strict=True):
         assert torch.equal(expected, value), name
         assert expected.dim() == 1 or 0.01 < expected.std() < 0.03
+
+
+def test_the_suite_itself_starts_without_torch():
+    code = "import sys, bench.cli; print('torch' in sys.modules, 'unwall' in sys.modules)"
+    root = Path(__file__).parent.parent.parent
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=root, text=True).split() == ["False", "False"]
+
+
+def test_the_bound_counts_the_update_as_the_planner_does():
+    assert SPLIT_UPDATE_BYTES == SPLIT_UPDATE_TRAFFIC_BYTES
