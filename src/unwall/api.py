@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.optim.workers import shared_pool
 from unwall.plan import Plan, PlanError
 from unwall.report.timeline import Profile
 from unwall.runtime.engine import Engine
@@ -29,6 +28,7 @@ from unwall.tiers.device import DeviceTier, default_device
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.host import HostTier, available_bytes, local_ranks
 from unwall.tiers.tiers import Tiers
+from unwall.tiers.workers import shared_pool
 
 if TYPE_CHECKING:
     from unwall.planner.choose import ChosenPlan

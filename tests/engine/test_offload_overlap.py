@@ -14,8 +14,8 @@ from offload import DISK, HOST
 from torch import nn
 
 import unwall
-from unwall.optim.workers import shared_pool
 from unwall.plan import Plan
+from unwall.tiers.workers import shared_pool
 
 ALONE_S = 1.5
 """What a slowed part should take for a step, about: long against everything else (0.03 to 0.1 s)."""

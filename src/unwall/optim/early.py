@@ -27,12 +27,13 @@ from dataclasses import dataclass, field
 
 from unwall.native.library import DiskError
 from unwall.optim.disk_update import DiskUpdate, Parts
-from unwall.optim.kernels import adamw, finish_updates, run_spans
+from unwall.optim.rule import UpdateRule, finish_updates, spans_of
 from unwall.optim.runs import Run
 from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
 from unwall.optim.updates import Factor, HostUpdate, on_update_thread
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
+from unwall.shards.states import StateKey
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket
 
@@ -71,7 +72,7 @@ class Speculation:
 
     shadow: Shadow
     through_disk: bool
-    stores: dict[str, Store]
+    stores: dict[StateKey, Store]
     runs: list[Run]
     serial: int
     """Of the gradient."""
@@ -135,8 +136,9 @@ class Speculation:
 class EarlyUpdates:
     """What one optimizer does when a gradient has landed. See [Note: speculation] and [Note: update in backward]."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, in_place: bool, rule: UpdateRule) -> None:
         self.in_place = in_place
+        self._rule = rule
         self.applied: dict[Key, list[Run]] = {}
         """Groups that were updated in place since the last step, and with which numbers."""
         self.shadows = Shadows()
@@ -167,7 +169,7 @@ class EarlyUpdates:
             self._last = None
         return self._quiet_steps >= CLIP_MEMORY and self._rest_steps == 0
 
-    def speculate(self, engine: Engine, group: Group, stores: dict[str, Store], runs: list[Run]) -> None:
+    def speculate(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
         """Starts the update of a group out of place, if there is a shadow for it."""
         key = (id(engine), group.index)
         if key in self._speculations:  # a backward was forgotten without this optimizer's zero_grad
@@ -178,7 +180,8 @@ class EarlyUpdates:
         gradient = engine.gradients[group.index]
         speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation, gradient.landing)
         try:
-            speculation.compute = (_through_disk if speculation.through_disk else _in_memory)(engine, group, speculation)
+            make = _through_disk if speculation.through_disk else _in_memory
+            speculation.compute = make(engine, group, self._rule, speculation)
         except DiskError:  # of what is written back first; whoever looks at it next is told
             return
         shadow.lend(speculation)
@@ -245,7 +248,7 @@ class EarlyUpdates:
         engine.speculation.missed += 1
         return None
 
-    def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
+    def _shadow_for(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         if engine not in self._seen:
             self._seen.add(engine)
             for ledger in engine.tiers.ledgers.values():
@@ -257,31 +260,30 @@ class EarlyUpdates:
         return None if ahead >= DISK_AHEAD else self.shadows.on_disk(engine, stores)
 
 
-def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+def _in_memory(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The update of a group in host memory, out of place."""
     gradient, stores = engine.gradients[group.index], speculation.stores
     assert gradient.value is not None
-    sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, speculation.runs)
-    targets = run_spans(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
+    sources = spans_of({key: store.tensor() for key, store in stores.items()}, gradient.value, speculation.runs)
+    targets = spans_of(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
     landing = gradient.landing
 
     def compute() -> None:
         if landing is not None:
             landing.wait()
-        pairs = zip(sources, targets, strict=True)
-        tickets = [(adamw(source, step, out=target), source) for (source, step), (target, _) in pairs]
-        finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
+        finish_updates(engine.tiers.updates, f"{group.name}, ahead", sources, rule.on_host(sources, 1.0, targets))
 
     return compute
 
 
-def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+def _through_disk(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The same for a group with states on disk."""
     gradient = engine.gradients[group.index]
     grad = gradient.stored or gradient.value
     assert grad is not None
     parts = Parts(speculation.stores, grad, speculation.shadow.blocks)
-    update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
+    name, factor = f"{group.name}, ahead", Factor(1.0, None)
+    update = DiskUpdate(name, rule, parts, speculation.runs, engine.tiers, gradient.landing, factor)
 
     def compute() -> None:
         try:

@@ -6,9 +6,9 @@ import torch
 
 from unwall.native.pool import SumSquares
 from unwall.native.ticket import NativeTicket
-from unwall.optim.workers import shared_pool
 from unwall.shards.collectives import Ranks
 from unwall.tiers.host import DTYPES
+from unwall.tiers.workers import shared_pool
 
 
 def sum_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from unwall.runtime.engine import Engine, discarded
 from unwall.shards.group import Group
+from unwall.shards.states import StateKey
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, MemoryBlock
 from unwall.tiers.host import spare_bytes
@@ -42,9 +43,9 @@ class User(Protocol):
 class Shadow:
     """A second place for every state of one group, each on the tier where the state lives. Keeps no tier and no model alive."""
 
-    def __init__(self, stores: dict[str, Store], tiers: Tiers) -> None:
+    def __init__(self, stores: dict[StateKey, Store], tiers: Tiers) -> None:
         self._tiers = weakref.ref(tiers)
-        self.blocks: dict[str, Block] = {}
+        self.blocks: dict[StateKey, Block] = {}
         self._user: weakref.ref[User] | None = None
         try:
             for name, store in stores.items():
@@ -74,17 +75,17 @@ class Shadow:
             with suppress(Exception):
                 user.stop()
 
-    def fits(self, stores: dict[str, Store]) -> bool:
+    def fits(self, stores: dict[StateKey, Store]) -> bool:
         """Whether these states can be swapped with what is here."""
         return {name: (block.tier, block.nbytes) for name, block in self.blocks.items()} == {
             name: (store.tier, store.nbytes) for name, store in stores.items()
         }
 
-    def tensors(self, stores: dict[str, Store]) -> dict[str, torch.Tensor]:
+    def tensors(self, stores: dict[StateKey, Store]) -> dict[StateKey, torch.Tensor]:
         """Those in memory."""
         return {name: block.view(stores[name].dtype) for name, block in self.blocks.items() if isinstance(block, MemoryBlock)}
 
-    def swap(self, stores: dict[str, Store]) -> None:
+    def swap(self, stores: dict[StateKey, Store]) -> None:
         """The shadow becomes the state, the state the shadow."""
         for name, store in stores.items():
             self.blocks[name] = store.exchange(self.blocks[name])
@@ -105,7 +106,7 @@ class Shadows:
         self._chosen: weakref.WeakKeyDictionary[Engine, set[int]] = weakref.WeakKeyDictionary()
         self._on_disk: weakref.WeakKeyDictionary[Engine, list[Shadow]] = weakref.WeakKeyDictionary()
 
-    def of_group(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
+    def of_group(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         """The shadow of a group that lives in host memory, if it has one and it is not in use."""
         if engine not in self._chosen:
             self._chosen[engine] = choose_shadowed(engine)
@@ -118,7 +119,7 @@ class Shadows:
                 self._of_groups[group] = found
         return found if found is not None and found.idle else None
 
-    def on_disk(self, engine: Engine, stores: dict[str, Store]) -> Shadow | None:
+    def on_disk(self, engine: Engine, stores: dict[StateKey, Store]) -> Shadow | None:
         """A shadow for a group with states on disk that is not in use, if there is room for one."""
         pool = self._on_disk.setdefault(engine, [])
         for shadow in pool:
@@ -153,7 +154,7 @@ class Shadows:
             yield from pool
 
 
-def _shadow(stores: dict[str, Store], tiers: Tiers) -> Shadow | None:
+def _shadow(stores: dict[StateKey, Store], tiers: Tiers) -> Shadow | None:
     """A new shadow, where there is room to spare for one."""
     sizes = {True: 0, False: 0}
     for store in stores.values():

@@ -26,8 +26,8 @@ from unwall.runtime.hooks import install
 from unwall.shards import collectives
 from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
 from unwall.shards.layout import SLOT_BYTES, Layout
-from unwall.shards.master import master_bytes
 from unwall.shards.placement import Home, Sizes
+from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.tiers.block import Block, MemoryBlock
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.disk import DiskTier
@@ -192,7 +192,8 @@ def _formula(planned: Sequence[tuple[Any, Layout]], plan: Plan, ranks: int, padd
     """Bytes a parameter, cut as the stage says. ``padded``: with the most that padding can add."""
     total = 0.0
     for _, layout in planned:
-        item, states = layout.dtype.itemsize, 8 + master_bytes(layout.dtype)
+        item = layout.dtype.itemsize
+        states = bytes_per_element((*master_specs(layout.dtype), *adamw_specs(layout.dtype)))
         numel = layout.numel + (len(layout.slots) * SLOT_BYTES // item + ALIGNMENT // 2 * ranks if padded else 0)
         total += numel * item / (ranks if plan.stage == 3 else 1)
         total += numel * states / (ranks if plan.stage > 0 else 1)
