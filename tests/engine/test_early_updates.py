@@ -14,6 +14,7 @@ import unwall
 from unwall.optim import early
 from unwall.optim.updates import HostUpdate
 from unwall.plan import Plan
+from unwall.shards.states import PARAM
 
 HOST = {"params": "host", "optimizer": "host"}
 
@@ -193,7 +194,7 @@ def test_of_the_gradients_that_wait_the_newest_is_used_first(monkeypatch):
     order, run = [], early.Speculation.run
 
     def noted(speculation):
-        order.append(speculation.stores["param"].label)
+        order.append(speculation.stores[PARAM].label)
         run(speculation)
 
     monkeypatch.setattr(early.Speculation, "run", noted)
@@ -423,7 +424,7 @@ def test_a_folder_that_is_removed_while_training_does_no_harm(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_wrapped_optimizer_on_the_same_parameters(dtype, late):
-    """It keeps tensors of the states, which must stay where they are."""
+    """Both update the same master, one ahead of the step, the other not."""
 
     def scenario(model, optimizer):
         def wrapped():

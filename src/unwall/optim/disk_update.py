@@ -220,7 +220,7 @@ class DiskUpdate:
         return tickets
 
     def _span(self, chunk: _Chunk, run: Run, out: bool = False) -> Span:
-        """What an update reads and writes. ``out``: where one out of place writes; for what goes to disk that is its slot, too."""
+        """What an update reads and writes. ``out``: where one out of place writes: what goes to disk goes to its slot."""
         assert chunk.slot is not None
         views = {}
         for key, part in {**self._parts.states, GRAD: self._parts.grad}.items():

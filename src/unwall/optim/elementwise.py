@@ -53,23 +53,39 @@ def try_out(
             f"{name} is not element-wise: updating a parameter in pieces gives another result than updating it whole, so it "
             "cannot run on shards. Use unwall.AdamW or an element-wise optimizer (SGD, Adagrad, RMSprop, Lion, ...)"
         )
-    return {key: _spec(key, value, state.get(key), owner) for key, value in kept.items() if spans(value, pieces[-1])}
+    found = {}
+    for key, value in kept.items():
+        if spans(value, pieces[-1]):
+            if key in ("step", "inner"):
+                raise ValueError(f"{name} keeps a tensor {key!r} of the parameter's shape: state_dict needs that name itself")
+            found[key] = StateSpec(key, value.dtype, _initial(inner, key, state.get(key), owner))
+    return found
 
 
-def _spec(name: str, kept: torch.Tensor, made: Any, owner: torch.Tensor) -> StateSpec:
-    if name in ("step", "inner"):
-        raise ValueError(
-            f"a state with an element for each of the parameter's is called {name!r}, which state_dict needs itself"
-        )
-    initial = float(made.reshape(-1)[0]) if spans(made, owner) and made.numel() else 0.0
-    return StateSpec(name, kept.dtype, initial)
+def _initial(inner: torch.optim.Optimizer, name: str, made: Any, owner: torch.Tensor) -> float:
+    """The number that a state begins with. What there is was made in the dtype of a sharded parameter: asks for it in fp32."""
+    if not spans(made, owner) or made.numel() == 0:
+        return 0.0
+    value = float(made.reshape(-1)[0])
+    try:
+        param = nn.Parameter(torch.zeros(1))
+        exact = float(type(inner)([param], **inner.defaults).state[param][name].reshape(-1)[0])
+    except Exception:  # a constructor of its own kind
+        return value
+    return exact if rounded_to(made, exact) == value else value
+
+
+def rounded_to(like: torch.Tensor, value: float) -> float:
+    """A number as it is in the dtype of a tensor."""
+    return float(torch.tensor(value, dtype=like.dtype))
 
 
 def _initial_state(state: Mapping[str, Any], owner: torch.Tensor, piece: torch.Tensor) -> dict[str, Any]:
     made = {}
     for name, value in state.items():
         if spans(value, owner) and value.numel():
-            made[name] = value.reshape(-1)[:1].cpu().expand(piece.numel()).reshape(piece.shape).clone()
+            dtype = piece.dtype if value.dtype is owner.dtype else value.dtype
+            made[name] = value.reshape(-1)[:1].to("cpu", dtype).expand(piece.numel()).reshape(piece.shape).clone()
         else:
             made[name] = copy.deepcopy(value)
     return made

@@ -133,9 +133,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self,
         engine: Engine,
         group: Group,
-        runs: list[Run],
-        factor: Factor,
-        work: Callable[[], None],  # noqa: ARG002
+        runs: list[Run],  # noqa: ARG002 (what was updated ahead is compared with it)
+        factor: Factor,  # noqa: ARG002
+        work: Callable[[], None],
     ) -> HostUpdate:
         """Hands a group's update to the thread that updates."""
         return HostUpdate(work, engine.tiers.updates, again=group.home.on_disk)

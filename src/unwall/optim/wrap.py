@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.optim.elementwise import try_out
+from unwall.optim.elementwise import rounded_to, try_out
 from unwall.optim.fit import make_room
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
@@ -63,7 +63,7 @@ class Wrapped(ShardedOptimizer):
             stored = {name for name in kept if name in made and made[name].shape == param.shape}
             self._past[param] = self._begin[param] = _shared(pasts, {k: v for k, v in made.items() if k not in stored}, stored)
             for name in stored:
-                if bool((made[name] != kept[name].initial).any()):
+                if bool((made[name] != rounded_to(made[name], kept[name].initial)).any()):
                     _, group, slot = self.place(param)
                     spec = next(spec for spec in self.rule.specs(group) if spec.name == name)
                     store = self.own.stores(group, [spec])[spec.key(self.own.owner)]
