@@ -14,14 +14,22 @@ from unwall.shards.group import Group
 from unwall.shards.master import make_master
 from unwall.shards.states import PARAM, StateKey, master_specs
 from unwall.shards.store import Store
+from unwall.tiers.sizes import ALIGNMENT
 
 
 def make_states(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey, Store]:
     """The rule's states, which come into being at first use, as the master of parameters that were frozen does."""
     if group.layout.dtype is torch.float64 and group.home.on_disk:
         raise ValueError(f"group {group.name} is float64, which is not updated on disk: place it on host or device")
+    specs = rule.specs(group)
+    for spec in specs if group.home.states == "disk" else ():
+        if spec.nbytes(ALIGNMENT // 2) % ALIGNMENT:  # chunks are multiples of that many elements
+            raise ValueError(
+                f"group {group.name} has its states on disk, but {spec.name!r} in {spec.dtype} is too narrow to be read in "
+                "whole sectors: keep it in 2 bytes or more, or place the group on host or device"
+            )
     make_master(group)
-    return own.stores(group, rule.specs(group))
+    return own.stores(group, specs)
 
 
 def stores_of(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey, Store]:

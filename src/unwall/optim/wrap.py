@@ -24,24 +24,29 @@ class Wrapped(ShardedOptimizer):
 
     def __init__(self, inner: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         self.inner = inner
-        inner._unwall_inner = True  # type: ignore[attr-defined]
         super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults), max_grad_norm)
         self.rule = TorchRule()
-        self._shell = bare(inner)
         self._begin: dict[nn.Parameter, Past] = {}
         """Before the first step."""
         self._past: dict[nn.Parameter, Past] = {}
-        self._next: tuple[torch.optim.Optimizer, dict[nn.Parameter, Past]] = (self._shell, {})
-        """What the step that is being taken makes of them."""
         for group in self.param_groups:
             self._learn(group)
         self._take_in(list(self._params()))
+        inner._unwall_inner = True  # type: ignore[attr-defined]
+        self._shell = bare(inner)
+        self._next: tuple[torch.optim.Optimizer, dict[nn.Parameter, Past]] = (self._shell, {})
+        """What the step that is being taken makes of the inner optimizer and of pasts."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if hasattr(self, "rule"):
+        if not hasattr(self, "rule"):
+            return  # torch's constructor: all of them come together
+        try:
             self._learn(self.param_groups[-1])
             self._take_in(self.param_groups[-1]["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def _learn(self, group: dict[str, Any]) -> None:
         """Which states the inner optimizer keeps of the parameters of a param group."""

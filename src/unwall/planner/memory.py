@@ -1,5 +1,7 @@
 """Bytes a tier, each term named. The sums are those of ``shards/placement.py``, which the engine decides by."""
 
+import torch
+
 from unwall.planner.job import Job, shadow_bytes
 from unwall.shards.placement import (
     CHUNKS_IN_FLIGHT,
@@ -11,9 +13,10 @@ from unwall.shards.placement import (
     ring_slot_bytes,
     working_bytes,
 )
+from unwall.shards.states import adamw_specs, bytes_per_element
 from unwall.tiers.ledger import TierName
 
-MOMENT_BYTES = 8
+MOMENT_BYTES = bytes_per_element(adamw_specs(torch.float32))
 TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "moments"
 WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
