@@ -162,7 +162,7 @@ def test_of_the_gradients_that_wait_the_newest_is_used_first():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_wrapped_optimizer_on_the_same_parameters(dtype, late):
-    """It keeps tensors of the states, which must stay where they are."""
+    """Both update the same master, one ahead of the step, the other not."""
 
     def scenario(model, optimizer):
         def wrapped():

@@ -118,7 +118,8 @@ def test_fp16_overflow_skips_the_step():
 def test_the_device_kernel_is_the_host_kernel():
     """One update of random states, split master and not, against the native kernel."""
     from unwall.native.pool import AdamWStep
-    from unwall.optim.kernels import Span, adamw
+    from unwall.optim.adamw_rule import adamw
+    from unwall.optim.rule import Span
     from unwall.shards.master import join, split
 
     generator = torch.Generator().manual_seed(0)
@@ -128,14 +129,18 @@ def test_the_device_kernel_is_the_host_kernel():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         results = []
         for device in ("cpu", "cuda"):
-            moments = [torch.randn(n, generator=torch.Generator().manual_seed(7)).abs().to(device) for _ in range(2)]
+            moments = {
+                name: torch.randn(n, generator=torch.Generator().manual_seed(7)).abs().to(device)
+                for name in ("exp_avg", "exp_avg_sq")
+            }
             if dtype is torch.bfloat16:
                 half, rest = (part.to(device) for part in split(values))
-                span = Span(half, *moments, grad.to(device, dtype), remainder=rest)
+                span = Span(half, grad.to(device, dtype), moments, step, remainder=rest)
             elif dtype is torch.float16:
-                span = Span(values.to(device, dtype), *moments, grad.to(device, dtype), master=values.to(device, copy=True))
+                master = values.to(device, copy=True)
+                span = Span(values.to(device, dtype), grad.to(device, dtype), moments, step, master=master)
             else:
-                span = Span(values.to(device, copy=True), *moments, grad.to(device))
+                span = Span(values.to(device, copy=True), grad.to(device), moments, step)
             ticket = adamw(span, step)
             if ticket is not None:
                 ticket.wait()

@@ -129,13 +129,6 @@ def test_a_checkpoint_of_the_device_goes_on_on_disk(expected, tmp_path):
     assert differing(expected, outcome(other, resumed)) == []
 
 
-@pytest.mark.parametrize("placement", [DISK, {"params": "host", "optimizer": "disk"}], ids=["disk", "optimizer-on-disk"])
-def test_wrap_refuses_a_model_on_disk(placement, tmp_path):
-    model, _ = start(SETUP, placement, str(tmp_path))
-    with pytest.raises((RuntimeError, ValueError), match="disk"):
-        unwall.wrap(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-
 def test_the_file_goes_with_the_model(tmp_path):
     model, optimizer = start(SETUP, DISK, str(tmp_path))
     trained(model, optimizer=optimizer)

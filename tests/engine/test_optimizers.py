@@ -323,3 +323,23 @@ def test_optimizers_that_are_gone_leave_nothing_with_the_model():
     engine = unwall.api.engine(model)
     assert (len(engine.listeners), len(engine.guards)) == (1, 0)
     assert kept.param_groups
+
+
+@pytest.mark.parametrize("make", [unwall_adamw, functools.partial(wrapped, rmsprop)], ids=["adamw", "wrapped-rmsprop"])
+def test_loading_a_fresh_state_dict_forgets_what_was_learned(make):
+    model = seeded(NestedNet)
+    unwall.shard(model, FP32)
+    optimizer = make(model)
+    fresh = optimizer.state_dict()
+
+    def first_step():
+        model.load_state_dict(seeded(NestedNet).state_dict())
+        optimizer.zero_grad()
+        mse(model, draw(CASE, 0, 0, 1)).backward()
+        optimizer.step()
+        return whole_state(model)
+
+    expected = first_step()
+    first_step()
+    optimizer.load_state_dict(fresh)
+    assert_equal(expected, first_step())

@@ -3,41 +3,40 @@
 from collections.abc import Callable
 
 from unwall.optim.disk_update import DiskUpdate, Parts
-from unwall.optim.kernels import adamw, finish_updates, run_spans
+from unwall.optim.rule import UpdateRule, finish_updates, spans_of
 from unwall.optim.speculation import Speculation, Wanted
 from unwall.optim.updates import Factor
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 
 
-def out_of_place(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+def out_of_place(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The work of a speculation. What is under way on the group ends first, and what was looked at is on disk again; DiskError
     where that fails."""
-    return (_through_disk if speculation.through_disk else _in_memory)(engine, group, speculation)
+    return (_through_disk if speculation.through_disk else _in_memory)(engine, group, rule, speculation)
 
 
-def _in_memory(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+def _in_memory(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The update of a group in host memory."""
     gradient, stores = engine.gradients[group.index], speculation.stores
-    sources = run_spans({name: store.tensor() for name, store in stores.items()}, gradient.value, speculation.runs)
-    targets = run_spans(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
+    sources = spans_of({key: store.tensor() for key, store in stores.items()}, gradient.value, speculation.runs)
+    targets = spans_of(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
     landing = gradient.landing
 
     def compute() -> None:
         if landing is not None:
             landing.wait()
-        pairs = zip(sources, targets, strict=True)
-        tickets = [(adamw(source, step, out=target), source) for (source, step), (target, _) in pairs]
-        finish_updates(engine.tiers.updates, f"{group.name}, ahead", tickets)
+        finish_updates(engine.tiers.updates, f"{group.name}, ahead", sources, rule.on_host(sources, 1.0, targets))
 
     return compute
 
 
-def _through_disk(engine: Engine, group: Group, speculation: Speculation) -> Callable[[], None]:
+def _through_disk(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The same for a group with states on disk."""
     gradient = engine.gradients[group.index]
     parts = Parts(speculation.stores, gradient.source, speculation.shadow.blocks)
-    update = DiskUpdate(f"{group.name}, ahead", parts, speculation.runs, engine.tiers, gradient.landing, Factor(1.0, None))
+    name, factor = f"{group.name}, ahead", Factor(1.0, None)
+    update = DiskUpdate(name, rule, parts, speculation.runs, engine.tiers, gradient.landing, factor)
 
     def compute() -> None:
         try:

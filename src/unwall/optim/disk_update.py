@@ -6,7 +6,6 @@ ended. A chunk whose read failed is untouched. A chunk whose write failed has it
 until they are written: what is in memory may have been updated already, so it must not be computed twice.
 """
 
-import dataclasses
 import errno
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -15,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from unwall.native.library import DiskError
-from unwall.native.pool import AdamWStep
 from unwall.native.ticket import NativeTicket, Signal
-from unwall.optim.kernels import Span, adamw, watch_update
+from unwall.optim.rule import Span, UpdateRule, watch_updates
 from unwall.optim.runs import Run
 from unwall.optim.updates import Factor
+from unwall.shards.states import GRAD, PARAM, StateKey
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, DiskBlock, MemoryBlock
 from unwall.tiers.disk import DiskTier, named
@@ -44,23 +43,25 @@ class Part:
 
 
 class Parts:
-    """What an update reads and writes, each where it lives. ``states``: by the names of ``Span``.
+    """What an update reads and writes, each where it lives: ``states`` (the parameters as ``PARAM``) and the gradient.
 
     ``targets``: where the new states go, if not to where the old ones are: the same tiers, other blocks.
     """
 
-    def __init__(self, states: dict[str, Store], grad: Store | torch.Tensor, targets: dict[str, Block] | None = None) -> None:
-        self.states = {name: Part.of(store) for name, store in states.items()}
+    def __init__(
+        self, states: dict[StateKey, Store], grad: Store | torch.Tensor, targets: dict[StateKey, Block] | None = None
+    ) -> None:
+        self.states = {key: Part.of(store) for key, store in states.items()}
         self.grad = grad if isinstance(grad, torch.Tensor) else Part.of(grad)
         self.targets = targets
-        self.numel = states["param"].numel
-        self.written = {name: part for name, part in self.states.items() if isinstance(part.block, DiskBlock)}
+        self.numel = states[PARAM].numel
+        self.written = {key: part for key, part in self.states.items() if isinstance(part.block, DiskBlock)}
         """Written to disk."""
-        self.read = self.written if isinstance(self.grad, torch.Tensor) else {**self.written, "grad": self.grad}
+        self.read = self.written if isinstance(self.grad, torch.Tensor) else {**self.written, GRAD: self.grad}
         """Read from disk."""
 
-    def target(self, name: str) -> Block:
-        return self.states[name].block if self.targets is None else self.targets[name]
+    def target(self, key: StateKey) -> Block:
+        return self.states[key].block if self.targets is None else self.targets[key]
 
 
 @dataclass
@@ -81,11 +82,19 @@ class DiskUpdate:
     """See [Note: chunks]."""
 
     def __init__(
-        self, name: str, parts: Parts, runs: Sequence[Run], tiers: Tiers, landing: Ticket | None, factor: Factor
+        self,
+        name: str,
+        rule: UpdateRule,
+        parts: Parts,
+        runs: Sequence[Run],
+        tiers: Tiers,
+        landing: Ticket | None,
+        factor: Factor,
     ) -> None:
         assert tiers.disk is not None
         numel = parts.numel
         self._name = name
+        self._rule = rule
         self._parts = parts
         self._disk: DiskTier = tiers.disk
         self._meters = tiers.links.meters
@@ -147,23 +156,19 @@ class DiskUpdate:
             self._submit_update(chunk, scale)
         done = () if chunk.updated else tuple(chunk.tickets)
         chunk.writes = []
-        for name, part in self._parts.written.items():
-            chunk.writes += self._request("write", chunk, name, part, self._parts.target(name), done)
+        for key, part in self._parts.written.items():
+            chunk.writes += self._request("write", chunk, key, part, self._parts.target(key), done)
 
     def _submit_update(self, chunk: _Chunk, scale: float) -> None:
         reads: list[NativeTicket] = []
         ready = Signal()  # the updates start only when all of them could be submitted: half of them must not run
         try:
-            for name, part in self._parts.read.items():
-                reads += self._request("read", chunk, name, part, part.block, ())
-            updates = []
-            for run in chunk.runs:
-                assert isinstance(run.key, AdamWStep)
-                out = None if self._parts.targets is None else self._out(chunk, run)
-                ticket = adamw(self._span(chunk, run), run.key.scaled(scale), out=out, after=[*reads, ready])
-                assert ticket is not None
-                watch_update(self.meter, ticket, self._name, run.end - run.start)
-                updates.append(ticket)
+            for key, part in self._parts.read.items():
+                reads += self._request("read", chunk, key, part, part.block, ())
+            spans = [self._span(chunk, run) for run in chunk.runs]
+            out = None if self._parts.targets is None else [self._span(chunk, run, out=True) for run in chunk.runs]
+            updates = self._rule.on_host(spans, scale, out, [*reads, ready])
+            watch_updates(self.meter, self._name, spans, updates)
         except BaseException:
             ready.set(errno.ECANCELED, "the update was not submitted as a whole")
             for ticket in reads:
@@ -175,10 +180,12 @@ class DiskUpdate:
     def _finish(self, chunk: _Chunk) -> None:
         failure: Exception | None = None
         for ticket in chunk.tickets:
-            failure = _outcome(ticket) or failure
+            outcome = _outcome(ticket)
+            failure = failure or outcome  # the first one names the file; what came after it failed because of it
         chunk.updated = chunk.updated or (failure is None and bool(chunk.tickets))
         for ticket in chunk.writes:
-            failure = _outcome(ticket) or failure
+            outcome = _outcome(ticket)
+            failure = failure or outcome
         incomplete, chunk.incomplete, chunk.tickets, chunk.writes = chunk.incomplete, False, [], []
         if failure is None and not incomplete:
             self._give_back(chunk)
@@ -198,13 +205,13 @@ class DiskUpdate:
         chunk.slot = None
 
     def _request(
-        self, op: str, chunk: _Chunk, name: str, part: Part, block: Block, after: Sequence[NativeTicket]
+        self, op: str, chunk: _Chunk, key: StateKey, part: Part, block: Block, after: Sequence[NativeTicket]
     ) -> list[NativeTicket]:
         assert isinstance(block, DiskBlock)
         assert chunk.slot is not None
         item = part.dtype.itemsize
         submit = self._disk.read if op == "read" else self._disk.write
-        address, nbytes = chunk.slot.address + self._places[name], chunk.numel * item
+        address, nbytes = chunk.slot.address + self._places[key], chunk.numel * item
         tickets = submit(block, chunk.start * item, address, nbytes, keep=chunk.slot.data, after=after)
         meter = self._meters["disk", "host"] if op == "read" else self._meters["host", "disk"]
         meter.add(nbytes)
@@ -212,34 +219,28 @@ class DiskUpdate:
             meter.watch(ticket, part.label)
         return tickets
 
-    def _span(self, chunk: _Chunk, run: Run) -> Span:
+    def _span(self, chunk: _Chunk, run: Run, out: bool = False) -> Span:
+        """What an update reads and writes. ``out``: where one out of place writes: what goes to disk goes to its slot."""
         assert chunk.slot is not None
         views = {}
-        for name, part in {**self._parts.states, "grad": self._parts.grad}.items():
+        for key, part in {**self._parts.states, GRAD: self._parts.grad}.items():
             if isinstance(part, torch.Tensor):
-                views[name] = part[run.start : run.end]
-            elif isinstance(part.block, MemoryBlock):
-                views[name] = part.block.view(part.dtype)[run.start : run.end]
-            else:
-                view = chunk.slot.view(part.dtype, chunk.numel, self._places[name])
-                views[name] = view[run.start - chunk.start : run.end - chunk.start]
-        return Span(**views)
-
-    def _out(self, chunk: _Chunk, run: Run) -> Span:
-        """Where an update out of place writes: what goes to disk stays in its slot, what is in memory goes to its target."""
-        views = {}
-        for name, part in self._parts.states.items():
-            block = self._parts.target(name)
+                views[key] = part[run.start : run.end]
+                continue
+            block = self._parts.target(key) if out and key != GRAD else part.block
             if isinstance(block, MemoryBlock):
-                views[name] = block.view(part.dtype)[run.start : run.end]
-        return dataclasses.replace(self._span(chunk, run), **views)
+                views[key] = block.view(part.dtype)[run.start : run.end]
+            else:
+                view = chunk.slot.view(part.dtype, chunk.numel, self._places[key])
+                views[key] = view[run.start - chunk.start : run.end - chunk.start]
+        return Span.of(views, run.key)
 
 
-def _places(parts: Parts, elements: int) -> dict[str, int]:
+def _places(parts: Parts, elements: int) -> dict[StateKey, int]:
     """Where in a slot each state lies."""
     found, offset = {}, 0
-    for name, part in parts.read.items():
-        found[name] = offset
+    for key, part in parts.read.items():
+        found[key] = offset
         offset += align_up(elements * part.dtype.itemsize)
     return found
 

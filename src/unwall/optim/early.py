@@ -28,12 +28,14 @@ from unwall.native.library import DiskError
 from unwall.optim.ahead import out_of_place
 from unwall.optim.commit import Commit
 from unwall.optim.policy import SpeculationPolicy
+from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
 from unwall.optim.speculation import Key, Progress, Speculation, Speculations, Wanted
 from unwall.optim.updates import Factor, HostUpdate, on_update_thread
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
+from unwall.shards.states import StateKey
 from unwall.shards.store import Store
 
 
@@ -49,10 +51,11 @@ class Ahead:
 
 
 class EarlyUpdates:
-    """What one optimizer does when a gradient has landed. See [Note: speculation] and [Note: update in backward]."""
+    """What one optimizer does when a gradient is reduced. See [Note: speculation] and [Note: update in backward]."""
 
-    def __init__(self, in_place: bool, speculate: bool) -> None:
+    def __init__(self, rule: UpdateRule, in_place: bool, speculate: bool) -> None:
         self.in_place = in_place
+        self._rule = rule
         self.applied: dict[Key, list[Run]] = {}
         """Groups that were updated in place since the last step, and with which numbers."""
         self.shadows = Shadows()
@@ -85,7 +88,7 @@ class EarlyUpdates:
             failed=sum(speculation.progress is Progress.FAILED for speculation in found),
         )
 
-    def speculate(self, engine: Engine, group: Group, stores: dict[str, Store], runs: list[Run]) -> None:
+    def speculate(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
         """Starts the update of a group out of place, if there is a shadow for it."""
         key = (id(engine), group.index)
         forgotten = self._speculations.take(key)  # a backward was forgotten without this optimizer's zero_grad
@@ -98,7 +101,7 @@ class EarlyUpdates:
         speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation, gradient.landing)
         shadow.lend(speculation)
         try:
-            speculation.compute = out_of_place(engine, group, speculation)
+            speculation.compute = out_of_place(engine, group, self._rule, speculation)
         except DiskError:  # of what is written back first; whoever looks at it next is told
             speculation.want(Wanted.NO)
             return
@@ -143,7 +146,7 @@ class EarlyUpdates:
         engine.speculation.missed += 1
         return None
 
-    def _shadow_for(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
+    def _shadow_for(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         if engine not in self._seen:
             self._seen.add(engine)
             for ledger in engine.tiers.ledgers.values():

@@ -22,6 +22,7 @@ import torch
 
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
+from unwall.shards.states import StateKey
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, MemoryBlock
 from unwall.tiers.host import spare_bytes
@@ -63,9 +64,9 @@ class Shadow:
     It is taken from the start: whoever makes it lends it to a user.
     """
 
-    def __init__(self, stores: dict[str, Store], tiers: Tiers) -> None:
+    def __init__(self, stores: dict[StateKey, Store], tiers: Tiers) -> None:
         self._tiers = weakref.ref(tiers)
-        self.blocks: dict[str, Block] = {}
+        self.blocks: dict[StateKey, Block] = {}
         self._user: Callable[[], User | None] = lambda: _TAKEN
         try:
             for name, store in stores.items():
@@ -99,17 +100,17 @@ class Shadow:
             with suppress(Exception):
                 user.stop()
 
-    def fits(self, stores: dict[str, Store]) -> bool:
+    def fits(self, stores: dict[StateKey, Store]) -> bool:
         """Whether these states can be swapped with what is here."""
         return {name: (block.tier, block.nbytes) for name, block in self.blocks.items()} == {
             name: (store.tier, store.nbytes) for name, store in stores.items()
         }
 
-    def tensors(self, stores: dict[str, Store]) -> dict[str, torch.Tensor]:
+    def tensors(self, stores: dict[StateKey, Store]) -> dict[StateKey, torch.Tensor]:
         """Those in memory."""
         return {name: block.view(stores[name].dtype) for name, block in self.blocks.items() if isinstance(block, MemoryBlock)}
 
-    def swap(self, stores: dict[str, Store]) -> None:
+    def swap(self, stores: dict[StateKey, Store]) -> None:
         """The shadow becomes the state, the state the shadow."""
         for name, store in stores.items():
             self.blocks[name] = store.exchange(self.blocks[name])
@@ -131,7 +132,7 @@ class Shadows:
         self._on_disk: weakref.WeakKeyDictionary[Engine, list[Shadow]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # nobody waits or allocates under it
 
-    def of_group(self, engine: Engine, group: Group, stores: dict[str, Store]) -> Shadow | None:
+    def of_group(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         """Takes the shadow of a group that lives in host memory, if it has one and it is not in use."""
         if engine not in self._chosen:
             self._chosen[engine] = choose_shadowed(engine)
@@ -149,7 +150,7 @@ class Shadows:
             self._of_groups[group] = made
         return made
 
-    def on_disk(self, engine: Engine, stores: dict[str, Store]) -> Shadow | None:
+    def on_disk(self, engine: Engine, stores: dict[StateKey, Store]) -> Shadow | None:
         """Takes a shadow for a group with states on disk that is not in use, if there is room for one."""
         with self._lock:
             pool = self._on_disk.setdefault(engine, [])
@@ -198,7 +199,7 @@ def _take_idle(shadows: list[Shadow]) -> Shadow | None:
     return None
 
 
-def _shadow(stores: dict[str, Store], tiers: Tiers) -> Shadow | None:
+def _shadow(stores: dict[StateKey, Store], tiers: Tiers) -> Shadow | None:
     """A new shadow, where there is room to spare for one."""
     sizes = {True: 0, False: 0}
     for store in stores.values():

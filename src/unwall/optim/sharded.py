@@ -1,4 +1,4 @@
-"""What every optimizer of a sharded model shares: finding gradients, norm, clipping, loss scale, whole states in and out."""
+"""What every optimizer of a sharded model shares: finding gradients, norm, clipping, loss scale, updates group by group."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -7,8 +7,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from unwall.native.ticket import NativeTicket
+from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
 from unwall.optim.norm import clip_factor, over_ranks, total_squares
+from unwall.optim.own_states import own_states
+from unwall.optim.rule import UpdateRule
+from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
+from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 from unwall.shards.group import Group
@@ -22,8 +28,11 @@ Held = tuple[Engine, int, set[int]]
 class ShardedOptimizer(torch.optim.Optimizer):
     """Base of ``AdamW`` and ``wrap``. ``param_groups`` hold the model's own parameters, so schedulers and the like just work.
 
-    ``step`` consumes the gradients: a second ``step`` without a new backward changes nothing.
+    ``step`` consumes the gradients: a second ``step`` without a new backward changes nothing. A subclass has a ``rule``, which
+    does the arithmetic, and says with which numbers (``_plan_step``, ``_count_step``).
     """
+
+    rule: UpdateRule
 
     grad_norm: torch.Tensor | None
     """Norm of all gradients before clipping, of the last step that measured it."""
@@ -36,6 +45,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.scaler = LossScaler()
         self._clip: float | None = None
         super().__init__(params, defaults)
+        self.own = own_states(self)
+        """The rule's states of each group."""
 
     # -- the torch.optim face -----------------------------------------------------------------------------------------
 
@@ -111,8 +122,60 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
+    def _plan_step(self, held: list[Held]) -> list[list[Run]]:
+        """For each group what is updated with which numbers. Changes nothing that counts."""
         raise NotImplementedError
+
+    def _count_step(self, held: list[Held]) -> None:
+        """Nothing can fail any more: the step is taken."""
+        raise NotImplementedError
+
+    def _queue(
+        self,
+        engine: Engine,
+        group: Group,
+        runs: list[Run],  # noqa: ARG002 (what was updated ahead is compared with it)
+        factor: Factor,  # noqa: ARG002
+        work: Callable[[], None],
+    ) -> HostUpdate:
+        """Hands a group's update to the thread that updates."""
+        return HostUpdate(work, engine.failures, again=group.home.on_disk)
+
+    def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> Factor:
+        """Updates groups. What can fail does so before any of them is updated."""
+        host_factor = Factor(inverse, factor)
+        for engine, index, _ in held:
+            settle(engine.groups[index])
+        runs = self._plan_step(held)
+        stores = [stores_of(engine.groups[index], self.rule, self.own) for engine, index, _ in held]
+        self._count_step(held)
+        tickets: list[NativeTicket] = []
+        for (engine, index, _), kept, parts in zip(held, stores, runs, strict=True):
+            group = engine.groups[index]
+            if group.home.tier == "host":
+                work = host_work(self.rule, engine, group, kept, parts, host_factor)
+                group.pending.update = self._queue(engine, group, parts, host_factor, work)
+                continue
+            on_cpu = engine.device.device.type == "cpu"
+            scale, clip = (host_factor.get(), None) if on_cpu or factor is None else (inverse, factor.float())
+            tickets += self.rule.on_device(spans_in_memory(engine, group, kept, parts), scale, clip)
+        for ticket in tickets:
+            ticket.wait()
+        return host_factor
+
+    def _make_states(self) -> None:
+        """The states of every parameter that is trained, now, so that memory cannot be missing later."""
+        for param in self._params():
+            if param.requires_grad:
+                make_states(self.place(param)[1], self.rule, self.own)
+
+    def _load_options(self, state_dict: dict[str, Any]) -> None:
+        """Takes param groups and loss scale from a state dict. Leaves the states as they are."""
+        kept = self.state
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.state = kept
+        if "scaler" in state_dict:
+            self.scaler.load_state_dict(state_dict["scaler"])
 
     def _nothing_to_update(self) -> None:
         """A step without gradients."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from unwall.optim.runs import Run
 from unwall.optim.shadows import Shadow
 from unwall.optim.updates import HostUpdate
+from unwall.shards.states import StateKey
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket
 
@@ -48,7 +49,7 @@ class Speculation:
 
     shadow: Shadow
     through_disk: bool
-    stores: dict[str, Store]
+    stores: dict[StateKey, Store]
     runs: list[Run]
     serial: int
     """Of the gradient."""

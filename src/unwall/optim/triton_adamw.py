@@ -8,7 +8,7 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from unwall.native.pool import AdamWStep
-from unwall.optim.kernels import Span
+from unwall.optim.rule import Span
 
 _BLOCK = 1024
 
@@ -54,13 +54,14 @@ def _adamw(  # type: ignore[no-untyped-def]
 def launch(span: Span, step: AdamWStep, scale: torch.Tensor | None) -> None:
     """Queues the update on the current stream."""
     n = span.param.numel()
-    unused = span.exp_avg
+    exp_avg, exp_avg_sq = span.states["exp_avg"], span.states["exp_avg_sq"]
+    unused = exp_avg
     arguments: tuple[Any, ...] = (
         span.param,
         unused if span.remainder is None else span.remainder,
         unused if span.master is None else span.master,
-        span.exp_avg,
-        span.exp_avg_sq,
+        exp_avg,
+        exp_avg_sq,
         span.grad,
         unused if scale is None else scale,
         n,

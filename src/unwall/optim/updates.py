@@ -15,15 +15,12 @@ model, whose updates share a ``FailureDomain``; other models go on.
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from unwall.native.pool import AdamWStep
-from unwall.optim.kernels import Span, adamw, finish_updates
 from unwall.runtime.failures import FailureDomain
-from unwall.tiers.meter import LinkMeter
 from unwall.tiers.ticket import Ticket
 
 _THREAD = "unwall update"
@@ -137,17 +134,3 @@ def _queue() -> _Queue:
     if pid not in _queues:
         _queues[pid] = _Queue()
     return _queues[pid]
-
-
-def in_memory(
-    spans: Sequence[tuple[Span, AdamWStep]], landing: Ticket | None, factor: Factor, meter: LinkMeter, label: str
-) -> Callable[[], None]:
-    """The update of a group whose states are all in host memory."""
-
-    def work() -> None:
-        if landing is not None:
-            landing.wait()
-        scale = factor.get()
-        finish_updates(meter, label, [(adamw(span, step.scaled(scale)), span) for span, step in spans])
-
-    return work

@@ -1,154 +1,183 @@
-"""Any element-wise ``torch.optim`` optimizer over a sharded model.
-
-[Note: element-wise]
-An update is element-wise when each element of a parameter changes by its own gradient and state alone. Only then is updating
-a shard the same as updating the whole. That is tried, not assumed: one probe tensor is updated whole, another in flat pieces,
-and the results must be equal bit by bit.
-"""
+"""Any element-wise ``torch.optim`` optimizer over a sharded model."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from unwall.optim.elementwise import rounded_to, try_out
+from unwall.optim.fit import make_room
+from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import Held, ShardedOptimizer
-from unwall.optim.whole import OwnStates, from_rank_0, load_whole_states, own_states, whole_states
-from unwall.shards.group import Group
-from unwall.shards.layout import Segment
-from unwall.shards.master import widen_master
+from unwall.optim.state_io import from_rank_0, load_whole_states, put_whole_state, whole_states
+from unwall.optim.torch_rule import NO_PAST, InnerStep, Past, TorchRule, bare, past_of, probe, take_step
+from unwall.shards.states import StateSpec, moment_dtype
 
 
 class Wrapped(ShardedOptimizer):
-    """See ``wrap``. The inner optimizer updates flat fp32 pieces: this rank's part of each parameter."""
+    """See ``wrap``. The inner optimizer updates flat fp32 pieces of the master ([Note: pieces of a step] in torch_rule.py); its
+    states live where the group's states live, on any tier."""
+
+    rule: TorchRule
 
     def __init__(self, inner: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         self.inner = inner
-        groups = [dict(group) for group in inner.param_groups]
-        super().__init__(groups, dict(inner.defaults), max_grad_norm)
-        self._pieces: dict[nn.Parameter, nn.Parameter | None] = {}
+        super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults), max_grad_norm)
+        self.rule = TorchRule()
+        self._begin: dict[nn.Parameter, Past] = {}
+        """Before the first step."""
+        self._past: dict[nn.Parameter, Past] = {}
+        for group in self.param_groups:
+            self._learn(group)
+        self._take_in(list(self._params()))
         inner._unwall_inner = True  # type: ignore[attr-defined]
-        for param in self._params():
-            piece = self._pieces[param] = self._piece(param)
-            if piece is not None and param in inner.state:
-                inner.state[piece] = _initial_state(inner.state[param], param, piece)
-            inner.state.pop(param, None)
+        self._shell = bare(inner)
+        self._next: tuple[torch.optim.Optimizer, dict[nn.Parameter, Past]] = (self._shell, {})
+        """What the step that is being taken makes of the inner optimizer and of pasts."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if hasattr(self, "_pieces"):
-            for param in self.param_groups[-1]["params"]:
-                self._pieces[param] = self._piece(param)
+        if not hasattr(self, "rule"):
+            return  # torch's constructor: all of them come together
+        try:
+            self._learn(self.param_groups[-1])
+            self._take_in(self.param_groups[-1]["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
-    def _piece(self, param: nn.Parameter) -> nn.Parameter | None:
-        """This rank's part of a parameter's master as a parameter of its own; None where it has none."""
-        _, group, slot = self.place(param)
-        segment = _segment(group, slot)
-        if segment is None:
-            return None
-        if group.home.on_disk:
-            raise ValueError(
-                f"wrap keeps its state in memory, but group {group.name} has states on disk: use unwall.AdamW or larger budgets"
-            )
-        group.fixed = True
-        group.generation += 1
-        flat = widen_master(group)[segment.shard_start : segment.shard_start + segment.numel]
-        return nn.Parameter(flat, requires_grad=False)
+    def _learn(self, group: dict[str, Any]) -> None:
+        """Which states the inner optimizer keeps of the parameters of a param group."""
+        params: list[nn.Parameter] = group["params"]
+        owner = next((param for param in params if param.dim() > 0), params[0]) if params else None
+        if owner is None:
+            return
+        kept = try_out(self.inner, _options(group), self.inner.state.get(owner, {}), owner)
+        for param in params:
+            self.rule.kept[id(param)] = kept
 
-    def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> None:
-        updated: set[nn.Parameter] = set()
+    def _take_in(self, params: list[nn.Parameter]) -> None:
+        """Room for the states of parameters, and what the inner optimizer has made of them so far."""
+        self._make_room()
+        pasts: dict[Any, Past] = {}
+        for param in params:
+            made = self.inner.state.pop(param, {})
+            kept = self.rule.kept[id(param)]
+            stored = {name for name in kept if name in made and made[name].shape == param.shape}
+            self._past[param] = self._begin[param] = _shared(pasts, {k: v for k, v in made.items() if k not in stored}, stored)
+            for name in stored:
+                if bool((made[name] != rounded_to(made[name], kept[name].initial)).any()):
+                    _, group, slot = self.place(param)
+                    spec = next(spec for spec in self.rule.specs(group) if spec.name == name)
+                    store = self.own.stores(group, [spec])[spec.key(self.own.owner)]
+                    put_whole_state(group, slot, store.tensor(), made[name])
+        for engine in self.engines():
+            engine.groups[0].pending.staging.close()
+
+    def _make_room(self) -> None:
+        for engine in self.engines():
+            places = [self.place(param) for param in self._params() if param.requires_grad]
+            groups = [group for owner, group, _ in places if owner is engine]
+            make_room(engine, groups, self.rule, self.own, type(self.inner).__name__)
+        self._make_states()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _plan_step(self, held: list[Held]) -> list[list[Run]]:
+        options = {id(param): (number, group) for number, group in enumerate(self.param_groups) for param in group["params"]}
+        steps: dict[tuple[int, Past, torch.device, torch.dtype], InnerStep] = {}
+        keys: list[dict[int, InnerStep]] = []
+        classes: dict[InnerStep, list[nn.Parameter]] = {}
+        probes = []
         for engine, index, slots in held:
-            group, value = engine.groups[index], engine.gradients[index].value
-            engine.gradients[index].await_landing()
-            group.pending.settle()  # another optimizer's
+            group, found = engine.groups[index], {}
+            device = engine.device.device if group.home.tier == "device" else torch.device("cpu")
             for slot in slots:
                 param = group.params[slot]
-                segment, piece = _segment(group, slot), self._pieces[param]
-                updated.add(param)
-                self.state[param]["step"] = self.state[param].get("step", 0) + 1
-                if segment is None or piece is None:
-                    continue
-                grad = value[segment.shard_start : segment.shard_start + segment.numel].to(piece.dtype, copy=True)
-                grad.mul_(inverse)
-                piece.grad = grad if factor is None else grad.mul_(factor.to(grad))
-        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
-            theirs.update({key: value for key, value in mine.items() if key != "params"})
-            theirs["params"] = [piece for param in mine["params"] if (piece := self._pieces[param]) is not None]
-        self.inner.step()
-        for param in updated:
-            piece = self._pieces[param]
-            if piece is None:
-                continue
-            piece.grad = None
-            _, group, slot = self.place(param)
-            segment = _segment(group, slot)
-            if segment is not None and group.layout.dtype in (torch.bfloat16, torch.float16):
-                group.own_param[segment.shard_start : segment.shard_start + segment.numel].copy_(piece)
+                number, chosen = options[id(param)]
+                key = (number, self._past[param], device, moment_dtype(group.layout.dtype))
+                if key not in steps:
+                    steps[key] = InnerStep(self._shell, _options(chosen), self._past[param])
+                    probes.append(probe(steps[key], device, key[-1], list(self.rule.kept[id(param)].values())))
+                found[slot] = steps[key]
+                classes.setdefault(steps[key], []).append(param)
+            keys.append(found)
+        shell = bare(take_step(probes)) if probes else self._shell
+        self._next = shell, {}
+        for tried in probes:
+            after = past_of(tried)
+            self._next[1].update(dict.fromkeys(classes[tried.step], after))
+            self._keep_new(tried.state, after, classes[tried.step])
+        return [
+            runs_of(engine.groups[index].owned_segments(), found, gap=1)
+            for (engine, index, _), found in zip(held, keys, strict=True)
+        ]
+
+    def _keep_new(self, state: Mapping[str, Any], after: Past, params: list[nn.Parameter]) -> None:
+        """An option was changed so that the optimizer keeps a state that it did not keep before."""
+        new = {name: StateSpec(name, state[name].dtype) for name in after.stored - set(self.rule.kept[id(params[0])])}
+        if new:
+            for param in params:
+                self.rule.kept[id(param)] = {**self.rule.kept[id(param)], **new}
+            self._make_room()
+
+    def _count_step(self, held: list[Held]) -> None:
+        self._shell, pasts = self._next
+        self._past.update(pasts)
+        for engine, index, slots in held:
+            for slot in slots:
+                state = self.state[engine.groups[index].params[slot]]
+                state["step"] = state.get("step", 0) + 1
+
+    # -- states -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors on the host (rank 0; the states are left out on the others), as the inner optimizer names them."""
+        for engine in self.engines():
+            engine.finish()
         packed = super().state_dict()
-        kept = self._spread_inner()
-        packed["state"] = whole_states(self, kept)
-        kept.free()
+        packed["state"] = whole_states(self)
         packed["scaler"] = self.scaler.state_dict()
         for number, param in enumerate(self._params()):
             if number in packed["state"]:
-                piece = self._pieces[param]
-                inner = self.inner.state.get(piece, {}) if piece is not None else {}
-                scalars = {key: value for key, value in inner.items() if not _spans(value, piece)}
-                packed["state"][number]["inner"] = copy.deepcopy(scalars)
+                past, entry = self._past[param], packed["state"][number]
+                packed["state"][number] = {
+                    **{name: value for name, value in entry.items() if name == "step" or name in past.stored},
+                    "inner": {name: _on_host(value) for name, value in past.scalars.items()},
+                }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
-        states = from_rank_0(self, state_dict["state"])
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        if "scaler" in state_dict:
-            self.scaler.load_state_dict(state_dict["scaler"])
-        names = sorted({name for entry in states.values() for name in entry if name not in ("step", "inner")})
-        kept = own_states(self, tuple(names))
-        load_whole_states(
-            self, states, kept.names, lambda group: tuple(kept.tensor(group, name, torch.float32) for name in kept.names)
-        )
-        for number, param in enumerate(self._params()):
-            piece = self._pieces[param]
-            if piece is None or number not in states:
-                continue
-            _, group, slot = self.place(param)
-            segment = _segment(group, slot)
-            assert segment is not None
-            entry = copy.deepcopy(states[number].get("inner", {}))
-            for name in names:
-                if name in states[number]:
-                    span = slice(segment.shard_start, segment.shard_start + segment.numel)
-                    entry[name] = kept.tensor(group, name, torch.float32)[span].clone()
-            self.inner.state[piece] = entry
-        kept.free()
-
-    def _spread_inner(self) -> OwnStates:
-        """Copies the inner optimizer's tensor states into group states, where ``whole_states`` finds them.
-
-        Every rank must name the same states, also one whose shards hold none of the parameters.
-        """
-        names: set[str] = set()
-        for piece in self._pieces.values():
-            if piece is not None:
-                names |= {name for name, value in self.inner.state.get(piece, {}).items() if _spans(value, piece)}
         for engine in self.engines():
-            names = engine.ranks.union(names)
-        kept = own_states(self, tuple(sorted(names)))
-        for param, piece in self._pieces.items():
-            _, group, slot = self.place(param)
-            segment = _segment(group, slot)
-            if piece is None or segment is None:
-                continue
-            for name in names:
-                value = self.inner.state.get(piece, {}).get(name)
-                if value is not None:
-                    span = slice(segment.shard_start, segment.shard_start + segment.numel)
-                    kept.tensor(group, name, torch.float32)[span].copy_(value)
-        return kept
+            engine.finish()
+        states = from_rank_0(self, state_dict["state"])
+        pasts: dict[Any, Past] = {}
+        loaded = {}
+        for number, param in enumerate(self._params()):
+            loaded[param] = self._begin[param]
+            if number in states:
+                names = {name for name in states[number] if name not in ("step", "inner")}
+                self._expect(number, param, states[number])
+                loaded[param] = _shared(pasts, states[number].get("inner", {}), names)
+        self._load_options(state_dict)
+        load_whole_states(self, states, strict=False)
+        self._past = loaded
+
+    def _expect(self, number: int, param: nn.Parameter, entry: Mapping[str, Any]) -> None:
+        """A state dict must have what the optimizer keeps now. It may have more: options come with it, and may ask for more."""
+        kept = self.rule.kept[id(param)]
+        missing = sorted(set(kept) - set(entry))
+        if missing:
+            raise ValueError(
+                f"the optimizer state of parameter {number} has no {missing[0]!r}: it comes from another optimizer"
+            )
+        new = {name: StateSpec(name, entry[name].dtype) for name in entry if name not in ("step", "inner", *kept)}
+        if new:
+            self.rule.kept[id(param)] = {**kept, **new}
+            self._make_room()
 
 
 def wrap(optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Wrapped:
@@ -157,63 +186,35 @@ def wrap(optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -
         unwall.shard(model)
         optimizer = unwall.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), max_grad_norm=1.0)
 
-    ValueError for an optimizer whose update is not element-wise (it looks at shapes or whole tensors).
+    Its states live where the plan puts optimizer states: device, host or disk. ValueError for an optimizer whose update is not
+    element-wise (it looks at shapes or whole tensors), PlanError where its states take more than a budget holds.
     """
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} works on sharded models already: use it as it is")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wrap takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    _check_element_wise(optimizer)
     return Wrapped(optimizer, max_grad_norm)
 
 
-def _check_element_wise(optimizer: torch.optim.Optimizer) -> None:
-    """See [Note: element-wise]."""
-    name = type(optimizer).__name__
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 8, generator=generator)
-    grads = [torch.randn(6, 8, generator=generator) for _ in range(3)]
-    whole, *pieces = (nn.Parameter(start.clone()), *(nn.Parameter(part.clone()) for part in start.flatten().split([5, 20, 23])))
-    try:
-        for params in ([whole], pieces):
-            trial = copy.copy(optimizer)
-            trial.__dict__ = {key: value for key, value in optimizer.__dict__.items() if key != "step"}  # a scheduler's
-            options = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-            trial.param_groups = [{**options, "params": params}]
-            trial.state = type(optimizer.state)(dict)
-            for model_param, state in list(optimizer.state.items())[:1]:
-                trial.state.update({param: _initial_state(state, model_param, param) for param in params})
-            for grad in grads:
-                parts = [grad] if len(params) == 1 else grad.flatten().split([5, 20, 23])
-                for param, part in zip(params, parts, strict=True):
-                    param.grad = part.clone()
-                trial.step()
-    except Exception as error:
-        raise ValueError(
-            f"{name} cannot be wrapped as an element-wise optimizer: a trial step on flat pieces failed with: {error}"
-        ) from error
-    if not torch.equal(whole.detach().flatten(), torch.cat([piece.detach() for piece in pieces])):
-        raise ValueError(
-            f"{name} is not element-wise: updating a parameter in pieces gives another result than updating it whole, so it "
-            "cannot run on shards. Use unwall.AdamW or an element-wise optimizer (SGD, Adagrad, RMSprop, Lion, ...)"
-        )
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's options, as they are now: a tensor (a learning rate may be one) is changed in place by schedulers."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
 
 
-def _initial_state(state: dict[str, Any], param: torch.Tensor, piece: torch.Tensor) -> dict[str, Any]:
-    """State that an optimizer made when it was built (Adagrad does: the same number for every element), for a piece."""
-    made = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape and value.numel() > 0:
-            made[name] = value.reshape(-1)[:1].to(piece).expand(piece.numel()).reshape(piece.shape).clone()
-        else:
-            made[name] = copy.deepcopy(value)
-    return made
+def _shared(pasts: dict[Any, Past], scalars: Mapping[str, Any], stored: set[str]) -> Past:
+    """Parameters with equal pasts share one, so that they can be updated together."""
+    if not scalars and not stored:
+        return NO_PAST
+    shown = sorted(
+        (name, repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)) for name, value in scalars.items()
+    )
+    key = (tuple(shown), frozenset(stored))
+    return pasts.setdefault(key, Past(copy.deepcopy(dict(scalars)), frozenset(stored)))
 
 
-def _segment(group: Group, slot: int) -> Segment | None:
-    return next((segment for segment in group.owned_segments() if segment.slot == slot), None)
-
-
-def _spans(value: Any, piece: nn.Parameter | None) -> bool:
-    """Whether a state has one element for each element of the piece (a moment, not a step count)."""
-    return piece is not None and isinstance(value, torch.Tensor) and value.shape == piece.shape and value.dim() > 0
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -23,10 +23,10 @@ from unwall.planner.choose import ChosenPlan
 from unwall.planner.outline import Outline
 from unwall.runtime.assemble import assemble
 from unwall.shards import collectives
-from unwall.shards.build import ADAM_BYTES, Room
+from unwall.shards.build import Room
 from unwall.shards.layout import SLOT_BYTES, Layout
-from unwall.shards.master import master_bytes
 from unwall.shards.placement import Home, Sizes
+from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.tiers.block import Block, MemoryBlock
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.disk import DiskTier
@@ -185,7 +185,8 @@ def _formula(layouts: Sequence[Layout], plan: Plan, ranks: int, padded: bool = F
     """Bytes per parameter, cut as the stage says. ``padded``: with the most that padding can add."""
     total = 0.0
     for layout in layouts:
-        item, states = layout.dtype.itemsize, ADAM_BYTES + master_bytes(layout.dtype)
+        item = layout.dtype.itemsize
+        states = bytes_per_element((*master_specs(layout.dtype), *adamw_specs(layout.dtype)))
         numel = layout.numel + (len(layout.slots) * SLOT_BYTES // item + ALIGNMENT // 2 * ranks if padded else 0)
         total += numel * item / (ranks if plan.stage == 3 else 1)
         total += numel * states / (ranks if plan.stage > 0 else 1)

@@ -1,7 +1,8 @@
 """Bytes per tier, each term named. The sums are those of ``shards/placement.py``, which the engine decides by."""
 
+import torch
+
 from unwall.planner.job import Job, shadow_bytes
-from unwall.shards.build import ADAM_BYTES
 from unwall.shards.placement import (
     CHUNKS_IN_FLIGHT,
     RING_SLOTS,
@@ -12,8 +13,10 @@ from unwall.shards.placement import (
     ring_slot_bytes,
     working_bytes,
 )
+from unwall.shards.states import adamw_specs, bytes_per_element
 from unwall.tiers.ledger import TierName
 
+MOMENT_BYTES = bytes_per_element(adamw_specs(torch.float32))
 TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "moments"
 WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
@@ -42,7 +45,7 @@ def terms_of(job: Job) -> Terms:
 
 def _held(size: Sizes, home: Home, passes: int) -> list[tuple[TierName, str, int]]:
     """Where each state of one group lies."""
-    moments = ADAM_BYTES * size.own_numel if size.trainable else 0
+    moments = MOMENT_BYTES * size.own_numel if size.trainable else 0
     params = size.shard_bytes if home.tier == "host" or not size.whole else size.flat_bytes
     rows: list[tuple[TierName, str, int]] = [
         (home.params, PARAMETERS, params),
@@ -77,7 +80,7 @@ def _add_working(job: Job, found: Terms) -> None:
     ways = any(home.params == "disk" for _, home in on_disk) + any(home.grads == "disk" for _, home in on_disk)
     rings = ways * RING_SLOTS * ring_slot_bytes(job.sizes, job.homes)
     found["host"][CHUNKS], found["host"][RINGS] = chunks, rings
-    found["host"][LOOKED_AT] = max(ADAM_BYTES * size.own_numel for size, _ in on_disk)
+    found["host"][LOOKED_AT] = max(MOMENT_BYTES * size.own_numel for size, _ in on_disk)
 
 
 def host_peak_bytes(terms: Terms, job: Job) -> int:

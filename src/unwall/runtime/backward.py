@@ -20,6 +20,7 @@ from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
+from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError
 
 
@@ -148,9 +149,8 @@ class Backward:
         places = self._places[id(param)]
         for place in places:
             self._arriving(place.group)
-        if grad.is_sparse:
-            with torch.no_grad():
-                grad = grad.to_dense()
+        with torch.no_grad():
+            grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
         for place in places:
             self._take(place, grad)
         self._hand_out()

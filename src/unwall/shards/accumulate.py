@@ -52,8 +52,9 @@ class Accumulator:
         self._flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
-        """Copies (or adds) one parameter's gradient into the flat buffer."""
+        """Copies (or adds) the slot's part of one parameter's gradient into the flat buffer."""
         place = self._group.layout.slots[slot]
+        grad = grad if place.whole else place.range_of(grad.reshape(-1))
         target = self._filled()[place.offset : place.end].view(grad.shape)
         if slot in self.arrived:
             target.add_(grad)

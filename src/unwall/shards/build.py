@@ -14,7 +14,7 @@ from unwall.shards.group import Group
 from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, uncut
 from unwall.shards.layout import Layout, build_layout
 from unwall.shards.local import local, show
-from unwall.shards.master import MASTER, REMAINDER, clear_master, master_bytes, read_master, rounded, write_master
+from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
 from unwall.shards.placement import (
     Home,
     Sizes,
@@ -25,12 +25,10 @@ from unwall.shards.placement import (
     place,
     working_bytes,
 )
+from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Staging
 from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers
-
-ADAM_BYTES = 8
-"""Optimizer state a parameter that the fit is judged by: two fp32 moments."""
 
 
 @dataclass(frozen=True)
@@ -91,32 +89,34 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
     for unit, layout in planned:
         kind = unit.entries[0].kind
         assert isinstance(kind, Kind)
-        item = layout.dtype.itemsize
-        owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
-        grad_item = (plan.reduce_dtype or layout.dtype).itemsize
-        reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
-        states = grads = 0
+        states = 0
+        if kind.trainable or kind.exact or layout.dtype is torch.float16:
+            states = bytes_per_element(master_specs(layout.dtype))
         if kind.trainable:
-            states = owned * (ADAM_BYTES + master_bytes(layout.dtype))
-            grads = (layout.padded_numel if plan.stage < 2 else layout.shard_numel) * grad_item
-        elif kind.exact or layout.dtype is torch.float16:
-            states = owned * master_bytes(layout.dtype)
-        found.append(
-            Sizes(
-                shard_bytes=owned * item,
-                flat_bytes=layout.flat_bytes,
-                state_bytes=states,
-                grad_bytes=grads,
-                grad_flat_bytes=layout.padded_numel * grad_item if kind.trainable else 0,
-                grad_part_bytes=reduced * grad_item if kind.trainable and world_size > 1 else 0,
-                widening_bytes=owned * max(0, 4 - grad_item) if kind.trainable else 0,
-                whole=plan.stage < 3 or world_size == 1,
-                trainable=kind.trainable,
-                own_numel=owned,
-                sum_bytes=owned * max(4, grad_item) if kind.trainable and plan.passes > 1 else 0,
-            )
-        )
+            states += bytes_per_element(adamw_specs(layout.dtype))
+        found.append(group_sizes(layout, states, kind.trainable, plan, world_size))
     return found
+
+
+def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, world_size: int) -> Sizes:
+    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state."""
+    owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
+    grad_item = (plan.reduce_dtype or layout.dtype).itemsize
+    reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
+    kept = layout.padded_numel if plan.stage < 2 else layout.shard_numel
+    return Sizes(
+        shard_bytes=owned * layout.dtype.itemsize,
+        flat_bytes=layout.flat_bytes,
+        state_bytes=owned * state_bytes,
+        grad_bytes=kept * grad_item if trainable else 0,
+        grad_flat_bytes=layout.padded_numel * grad_item if trainable else 0,
+        grad_part_bytes=reduced * grad_item if trainable and world_size > 1 else 0,
+        widening_bytes=owned * max(0, 4 - grad_item) if trainable else 0,
+        whole=plan.stage < 3 or world_size == 1,
+        trainable=trainable,
+        own_numel=owned,
+        sum_bytes=owned * max(4, grad_item) if trainable and plan.passes > 1 else 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,14 @@ def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int
     """
     sizes = sizes_of(planned, plan, world_size)
     homes = place(sizes, plan, room.device_bytes, room.host_bytes)
+    check_fit(sizes, homes, plan, world_size, room)
+    return homes
+
+
+def check_fit(
+    sizes: Sequence[Sizes], homes: Sequence[Home], plan: Plan, world_size: int, room: Room, optimizer: str = ""
+) -> None:
+    """PlanError where a tier does not hold what the groups take. ``optimizer``: whose states are counted, if not AdamW's."""
     pairs = list(zip(sizes, homes, strict=True))
     needs = {
         "device": (sum(device_bytes_of(*pair) for pair in pairs), working_bytes(sizes, homes), plan.budget_device_bytes),
@@ -161,12 +169,13 @@ def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int
         advice = {"device": "", "host": ", or a larger device_bytes", "disk": ", or more host_bytes"}[tier]
         if tier == "host" and not plan.directories:
             advice += ", or a directory for what is left over: disk='/path/on/a/fast/drive'"
+        if optimizer and "auto" in (plan.params, plan.optimizer) and plan.directories:
+            advice += ", or optimizer='disk' (left to unwall, homes are chosen for the states of AdamW)"
         raise PlanError(
-            f"the plan does not fit: states on the {tier} take {format_bytes(held)} a rank, and {format_bytes(working)} more "
-            f"while working, but {tier}_bytes is {format_bytes(budget)} ({budget} bytes). The nearest plan that fits on "
-            f"{ranks}: Plan(stage={plan.stage}, {tier}_bytes={held + working}){advice}"
+            f"the plan does not fit{optimizer and f' {optimizer}'}: states on the {tier} take {format_bytes(held)} a rank, and "
+            f"{format_bytes(working)} more while working, but {tier}_bytes is {format_bytes(budget)} ({budget} bytes). "
+            f"The nearest plan that fits on {ranks}: Plan(stage={plan.stage}, {tier}_bytes={held + working}){advice}"
         )
-    return homes
 
 
 def make_groups(
@@ -276,10 +285,8 @@ class _Values:
 def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, int]]) -> None:
     kind = unit.entries[0].kind
     assert isinstance(kind, Kind)
-    if group.layout.dtype is torch.bfloat16 and (kind.exact or kind.trainable):
-        group.state(REMAINDER, torch.int16)
-    if group.layout.dtype is torch.float16:
-        group.state(MASTER, torch.float32)
+    if kind.exact or kind.trainable or group.layout.dtype is torch.float16:
+        make_master(group)
     if group.flat_is_home:
         group.flat.zero_()  # the padding, too: it takes part in norms
     owned = {segment.slot: segment for segment in group.owned_segments()}

@@ -23,6 +23,7 @@ from unwall.shards.collectives import Ranks, Work
 from unwall.shards.layout import Layout, Segment
 from unwall.shards.local import show
 from unwall.shards.placement import Home
+from unwall.shards.states import GROUP, StateKey, StateSpec
 from unwall.shards.store import Pending, Staging, Store
 from unwall.tiers.block import Region
 from unwall.tiers.disk import named
@@ -75,15 +76,13 @@ class Group:
         self.pending = Pending(staging)
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
-        self.fixed = False
-        """Someone keeps tensors of its states: their blocks must not be exchanged for others."""
         self._tiers = tiers
         self._ranks = ranks
         self._gathering: Work | None = None
         self._copying: Ticket | None = None
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel
-        self.states: dict[str, Store] = {}
+        self.states: dict[StateKey, Store] = {}
         self._flat_block = tiers.device.allocate(layout.flat_bytes, f"parameters of {name}")
         self.flat = self._flat_block.view(layout.dtype)
         self._views = [self.flat[slot.offset : slot.end].view(slot.view_shape) for slot in layout.slots]
@@ -265,22 +264,30 @@ class Group:
             return tuple(Segment(i, slot.start, slot.offset, slot.numel) for i, slot in slots if slot.numel)
         return self.layout.segments(self._ranks.rank)
 
-    def state(self, name: str, dtype: torch.dtype, write: bool = True) -> torch.Tensor:
-        """A state over the owned run, zeros at first use. Without ``write`` it must not be changed."""
-        return self.store(name, dtype).tensor(write)
+    def state(self, spec: StateSpec, owner: int = GROUP, write: bool = True) -> torch.Tensor:
+        """A state over the owned run; it comes into being at first use. Without ``write`` it must not be changed."""
+        return self.store(spec, owner).tensor(write)
 
-    def store(self, name: str, dtype: torch.dtype) -> Store:
-        """A state where it lives."""
-        if name not in self.states:
-            label = f"{name.split('#')[0]} of group {self.name}"
-            self.states[name] = Store(self._tiers, self.pending, self.home.states, self.own_numel, dtype, label)
-        return self.states[name]
+    def store(self, spec: StateSpec, owner: int = GROUP) -> Store:
+        """The same where it lives."""
+        key = spec.key(owner)
+        if key not in self.states:
+            label = f"{spec.name} of group {self.name}"
+            made = Store(self._tiers, self.pending, self.home.states, self.own_numel, spec.dtype, label)
+            if spec.initial:
+                try:
+                    made.tensor().fill_(spec.initial)
+                except BaseException:
+                    made.free()
+                    raise
+            self.states[key] = made
+        return self.states[key]
 
-    def has_state(self, name: str) -> bool:
-        return name in self.states
+    def has_state(self, spec: StateSpec, owner: int = GROUP) -> bool:
+        return spec.key(owner) in self.states
 
-    def free_state(self, name: str) -> None:
-        self.states.pop(name).free()
+    def free_state(self, key: StateKey) -> None:
+        self.states.pop(key).free()
 
     def _expect(self, residence: Residence) -> None:
         if self.residence is not residence:

@@ -26,6 +26,16 @@ class BounceRing:
             self.close()
             raise
 
+    def resize(self, slot_bytes: int) -> None:
+        """Slots of another size from now on, all of them taken now. Those in use are freed when they are released."""
+        old, self.slot_bytes = self.slot_bytes, slot_bytes
+        self.close()
+        try:
+            self.fill()
+        except BaseException:
+            self.slot_bytes = old
+            raise
+
     @property
     def in_use(self) -> int:
         """How many slots are taken now."""
@@ -47,7 +57,10 @@ class BounceRing:
         if slot not in self._used:
             raise ValueError(f"{slot!r} is not a slot in use (released twice?)")
         self._used.remove(slot)
-        self._free.append(slot)
+        if slot.nbytes == self.slot_bytes:
+            self._free.append(slot)
+        else:
+            self._host.free(slot)
 
     def close(self) -> None:
         """Frees the slots that are not in use."""

@@ -1,0 +1,45 @@
+"""Whether the states of an optimizer fit: judged when it is built, before anything is allocated."""
+
+from collections.abc import Iterable
+
+from unwall.optim.own_states import OwnStates
+from unwall.optim.rule import UpdateRule
+from unwall.optim.updates import HostUpdate
+from unwall.runtime.engine import Engine
+from unwall.shards.build import Room, check_fit, group_sizes
+from unwall.shards.group import Group
+from unwall.shards.placement import Sizes, chunk_bytes
+from unwall.shards.states import GROUP, adamw_specs, bytes_per_element, master_specs
+
+
+def make_room(engine: Engine, groups: Iterable[Group], rule: UpdateRule, own: OwnStates, name: str) -> None:
+    """Room for a rule's states of some groups. PlanError where a budget does not hold them, with the numbers.
+
+    ``shard`` has judged by AdamW's states. The chunks that go through host memory while states on disk are updated are as
+    large as AdamW's, too: they grow where the rule keeps more.
+    """
+    indices = {group.index for group in groups}
+    sizes = [_sizes(engine, group, rule if group.index in indices else None, own) for group in engine.groups]
+    homes = [group.home for group in engine.groups]
+    plan, tiers = engine.plan, engine.tiers
+    room = Room(plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes)
+    kept = sorted({spec.name for group in engine.groups if group.index in indices for spec in rule.specs(group)})
+    check_fit(sizes, homes, plan, engine.ranks.size, room, f"{name} (its states: {', '.join(kept) or 'none'})")
+    needed = max(chunk_bytes(size, home, tiers.chunk_elements) for size, home in zip(sizes, homes, strict=True))
+    if any(home.on_disk for home in homes) and needed > tiers.chunks.slot_bytes:
+        # On the thread that updates: nothing else uses the ring there at the same time.
+        HostUpdate(lambda: tiers.chunks.resize(needed), engine.failures).wait()
+
+
+def _sizes(engine: Engine, group: Group, rule: UpdateRule | None, own: OwnStates) -> Sizes:
+    """What a group takes, with the rule's states, with those of other optimizers or, where there are none yet, AdamW's."""
+    others = {key: store for key, store in group.states.items() if key.owner not in (GROUP, own.owner)}
+    trainable = rule is not None or any(param.requires_grad for param in group.params)
+    held = sum(store.nbytes for store in others.values()) // max(1, group.own_numel)
+    if trainable or any(key.owner == GROUP for key in group.states):
+        held += bytes_per_element(master_specs(group.layout.dtype))
+    if rule is not None:
+        held += bytes_per_element(rule.specs(group))
+    elif trainable and not others:
+        held += bytes_per_element(adamw_specs(group.layout.dtype))
+    return group_sizes(group.layout, held, trainable, engine.plan, engine.ranks.size)

@@ -1,0 +1,70 @@
+"""The update of one group by any rule: what it reads and writes, and the work, wherever the states live."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from unwall.optim.disk_update import DiskUpdate, Parts
+from unwall.optim.own_states import OwnStates
+from unwall.optim.rule import Span, UpdateRule, finish_updates, spans_of
+from unwall.optim.runs import Run
+from unwall.optim.updates import Factor
+from unwall.runtime.engine import Engine
+from unwall.shards.group import Group
+from unwall.shards.master import make_master
+from unwall.shards.states import PARAM, StateKey, master_specs
+from unwall.shards.store import Store
+from unwall.tiers.sizes import ALIGNMENT
+
+
+def make_states(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey, Store]:
+    """The rule's states, which come into being at first use, as the master of parameters that were frozen does."""
+    if group.layout.dtype is torch.float64 and group.home.on_disk:
+        raise ValueError(f"group {group.name} is float64, which is not updated on disk: place it on host or device")
+    specs = rule.specs(group)
+    for spec in specs if group.home.states == "disk" else ():
+        if spec.nbytes(ALIGNMENT // 2) % ALIGNMENT:  # chunks are multiples of that many elements
+            raise ValueError(
+                f"group {group.name} has its states on disk, but {spec.name!r} in {spec.dtype} is too narrow to be read in "
+                "whole sectors: keep it in 2 bytes or more, or place the group on host or device"
+            )
+    make_master(group)
+    return own.stores(group, specs)
+
+
+def stores_of(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey, Store]:
+    """What an update writes, where it lives. Without ``PARAM`` where the flat buffer is the parameters' home."""
+    found = make_states(group, rule, own)
+    if group.param is not None:
+        found[PARAM] = group.param
+    return {**found, **{spec.key(): group.store(spec) for spec in master_specs(group.layout.dtype)}}
+
+
+def settle(group: Group) -> None:
+    """Before an update: another optimizer's has ended, and what was looked at, or loaded, is on disk again."""
+    group.pending.settle()
+    group.pending.staging.close()
+
+
+def spans_in_memory(engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run]) -> list[Span]:
+    """What an update reads and writes, of a group with nothing on disk."""
+    tensors = {**{key: store.tensor() for key, store in stores.items()}, PARAM: group.own_param}
+    return spans_of(tensors, engine.gradients[group.index].value, runs)
+
+
+def host_work(
+    rule: UpdateRule, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run], factor: Factor
+) -> Callable[[], None]:
+    """The update of a group on the host, in place, for the thread that updates."""
+    gradient = engine.gradients[group.index]
+    if group.home.on_disk:
+        return DiskUpdate(group.name, rule, Parts(stores, gradient.source), runs, engine.tiers, gradient.landing, factor).work
+    spans, landing = spans_in_memory(engine, group, stores, runs), gradient.landing
+    meter, label = engine.tiers.updates, group.name
+
+    def work() -> None:
+        if landing is not None:
+            landing.wait()
+        finish_updates(meter, label, spans, rule.on_host(spans, factor.get()))
+
+    return work

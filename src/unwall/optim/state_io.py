@@ -1,0 +1,122 @@
+"""Optimizer states as whole tensors, parameter by parameter, in and out of shards. Generic over what states a rule keeps."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from unwall.optim.sharded import ShardedOptimizer
+from unwall.runtime.engine import Engine
+from unwall.runtime.whole import whole_run
+from unwall.shards.group import Group
+
+
+class _Member(NamedTuple):
+    """A parameter of an optimizer, in its group."""
+
+    number: int
+    """As ``torch.optim`` counts."""
+    param: nn.Parameter
+    slot: int
+
+
+def _by_group(optimizer: ShardedOptimizer) -> Iterator[tuple[Engine, Group, list[_Member]]]:
+    """The groups that hold this optimizer's parameters, in the order of the parameters."""
+    found: dict[int, tuple[Engine, Group, list[_Member]]] = {}
+    for number, param in enumerate(optimizer._params()):
+        engine, group, slot = optimizer.place(param)
+        found.setdefault(id(group), (engine, group, []))[2].append(_Member(number, param, slot))
+    yield from found.values()
+
+
+def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
+    """State of every parameter that was stepped, by its number, as ``torch.optim`` counts. All ranks call it together."""
+    found: dict[int, dict[str, Any]] = {}
+    for engine, group, members in _by_group(optimizer):
+        stepped = [member for member in members if "step" in optimizer.state.get(member.param, {})]
+        if not stepped:
+            continue
+        entries: dict[int, dict[str, Any]] = {
+            number: {"step": torch.tensor(float(optimizer.state[param]["step"]))} for number, param, _ in stepped
+        }
+        for key, store in optimizer.own.stores(group, optimizer.rule.specs(group)).items():
+            whole = whole_run(engine, group, store.tensor(write=False))
+            for number, _, slot in stepped:
+                if whole is not None:
+                    place = group.layout.slots[slot]
+                    entries[number][key.name] = whole[place.offset : place.end].view(place.shape).clone()
+            store.go_back()  # one state of one group is out at a time
+        if engine.ranks.rank == 0:
+            found.update(entries)
+    return {number: found[number] for number in sorted(found)}
+
+
+def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Rank 0's states on every rank, whatever the others were given (``state_dict`` gives states on rank 0 only)."""
+    engines = optimizer.engines()
+    if not engines or engines[0].ranks.size == 1:
+        return states
+    ranks, device = engines[0].ranks, engines[0].device.device
+    outline = {
+        number: {name: _Outline(value.shape, value.dtype) if _is_large(value) else value for name, value in entry.items()}
+        for number, entry in states.items()
+    }
+    shared: dict[int, dict[str, Any]] = ranks.broadcast_object(outline)
+    for number, entry in shared.items():
+        for name, value in entry.items():
+            if isinstance(value, _Outline):
+                mine = states[number][name] if ranks.rank == 0 else torch.empty(value.shape, dtype=value.dtype)
+                moved = mine.to(device).contiguous()
+                ranks.broadcast(moved)
+                entry[name] = moved.cpu()
+    return shared
+
+
+class _Outline(NamedTuple):
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]], strict: bool = True) -> None:
+    """The inverse of ``whole_states``: every rank has the whole tensors (``from_rank_0``) and keeps its part.
+
+    ``strict``: a state of the rule that is missing is an error. Otherwise it begins anew, as for parameters that are not there.
+    """
+    for _, group, members in _by_group(optimizer):
+        touched = [member for member in members if member.number in states or "step" in optimizer.state.get(member.param, {})]
+        if not touched:
+            continue  # they never had any
+        specs = optimizer.rule.specs(group)
+        for number, _, _ in touched:
+            missing = [spec.name for spec in specs if number in states and spec.name not in states[number]]
+            if strict and missing:
+                raise ValueError(
+                    f"the optimizer state of parameter {number} has no {missing[0]!r}: it comes from another optimizer"
+                )
+        group.generation += 1
+        for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
+            target = store.tensor()
+            for number, _, slot in touched:
+                put_whole_state(group, slot, target, states.get(number, {}).get(spec.name, spec.initial))
+            store.go_back()
+        for number, param, _ in touched:
+            if number in states:
+                optimizer.state[param]["step"] = int(states[number]["step"])
+            else:
+                optimizer.state.pop(param)
+
+
+def put_whole_state(group: Group, slot: int, target: torch.Tensor, value: torch.Tensor | float) -> None:
+    """Sets this rank's part of a parameter's state to a part of the whole value, or to one number."""
+    for segment in group.owned_segments():
+        if segment.slot == slot:
+            span = target[segment.shard_start : segment.shard_start + segment.numel]
+            if isinstance(value, torch.Tensor):
+                span.copy_(value.reshape(-1)[segment.start : segment.start + segment.numel])
+            else:
+                span.fill_(value)
