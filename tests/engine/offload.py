@@ -11,6 +11,8 @@ from torch import nn
 
 import unwall
 from unwall.plan import Plan, PlanError
+from unwall.runtime import resources
+from unwall.shards import placement
 
 WIDTH = 64
 DEVICE = {"params": "device", "optimizer": "device"}
@@ -91,15 +93,27 @@ def smallest(model, name, **fields):
     return needed_bytes
 
 
+@contextlib.contextmanager
+def few_chunks():
+    """Two chunks under update instead of six. With six a host that has room for them holds all of these small models, too, and
+    no budget puts groups on all tiers."""
+    before = placement.CHUNKS_IN_FLIGHT
+    placement.CHUNKS_IN_FLIGHT = resources.CHUNKS_IN_FLIGHT = 2
+    try:
+        yield
+    finally:
+        placement.CHUNKS_IN_FLIGHT = resources.CHUNKS_IN_FLIGHT = before
+
+
 def mixed_plan(setup, folder):
-    """The fields of an ``auto`` plan whose budgets put groups on each of the three tiers."""
+    """The fields of an ``auto`` plan whose budgets put groups on each of the three tiers. Inside ``few_chunks``."""
     fields = {"stage": setup.stage, "compute_dtype": setup.dtype, "passes": setup.passes, "disk": folder}
     model = build(setup.frozen, setup.blocks)
     least_device = smallest(model, "device_bytes", **fields)
     least_host = smallest(model, "host_bytes", device_bytes=least_device, **fields)
     states = smallest(model, "device_bytes", **{**fields, **DEVICE}) - least_device
-    for share in range(14):  # parameters and gradients of groups on disk take room on the host before whole groups do
-        budgets = {"device_bytes": least_device + states // 5, "host_bytes": least_host + share * states // 10}
+    for share in range(56):  # parameters and gradients of groups on disk take room on the host before whole groups do
+        budgets = {"device_bytes": least_device + states // 5, "host_bytes": least_host + share * states // 40}
         model = build(setup.frozen, setup.blocks)
         fitting = shard_near(model, **fields, **budgets)
         if homes(model) == {"device", "host", "disk"}:
@@ -112,11 +126,11 @@ def homes(model):
     return {group.home.states for group in unwall.api.engine(model).groups}
 
 
-def start(setup, placement, folder):
-    """A sharded model and its optimizer. ``placement``: fields of the plan."""
+def start(setup, fields, folder):
+    """A sharded model and its optimizer. ``fields``: of the plan."""
     model = build(setup.frozen, setup.blocks)
     unwall.shard(
-        model, Plan(**{"stage": setup.stage, "compute_dtype": setup.dtype, "passes": setup.passes, "disk": folder, **placement})
+        model, Plan(**{"stage": setup.stage, "compute_dtype": setup.dtype, "passes": setup.passes, "disk": folder, **fields})
     )
     options = {"max_grad_norm": setup.clip, "speculate": setup.speculate}
     return model, unwall.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
@@ -152,9 +166,9 @@ def over_budget(model):
     return [f"{name}: {tier}" for name, tier in tiers if tier.budget_bytes is not None and tier.peak_bytes > tier.budget_bytes]
 
 
-def train(setup, placement, folder):
+def train(setup, fields, folder):
     """The outcome of a whole run, and the tiers its groups were at home on."""
-    model, optimizer = start(setup, placement, folder)
+    model, optimizer = start(setup, fields, folder)
     for number in range(setup.steps):
         step(model, optimizer, setup, number)
     assert over_budget(model) == []

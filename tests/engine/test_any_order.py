@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from offload import DEVICE, DISK, HOST, Setup, backward, differing, mixed_plan, outcome, over_budget, start
+from offload import DEVICE, DISK, HOST, Setup, backward, differing, few_chunks, mixed_plan, outcome, over_budget, start
 from ranks import rank_and_world
 
 import unwall
@@ -120,6 +120,7 @@ class Training:
                 drain()
 
 
+@few_chunks()
 def differences(seed, setup, folder):
     """What differs, by placement, from a run with everything on the device; and what these runs have seen."""
     policy.CLIP_MEMORY = 2  # so that shorter runs speculate

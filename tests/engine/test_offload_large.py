@@ -12,6 +12,7 @@ from offload import (
     Setup,
     build,
     differing,
+    few_chunks,
     mixed_plan,
     outcome,
     over_budget,
@@ -106,6 +107,7 @@ def test_state_dict_and_full_params_of_a_model_on_disk(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["device", "host", "disk", "mixed"])
+@few_chunks()
 def test_a_checkpoint_of_a_model_on_disk_goes_on_anywhere(target, expected, tmp_path):
     model, optimizer = start(SETUP, DISK, str(tmp_path))
     trained(model, steps=2, optimizer=optimizer)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from offload import DEVICE, DISK, HOST, Setup, differing, mixed_plan, train
+from offload import DEVICE, DISK, HOST, Setup, differing, few_chunks, mixed_plan, train
 
 TIERS = ("device", "host", "disk")
 PLACEMENTS = [
@@ -17,6 +17,7 @@ MIXED = {"mixed": "by budget"}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
+@few_chunks()
 def compare(setup, placements, folder):
     """Names of what differs from the run on the device, for each placement."""
     expected, _ = train(setup, DEVICE, folder)

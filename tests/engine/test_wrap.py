@@ -16,6 +16,7 @@ from offload import (
     Setup,
     build,
     differing,
+    few_chunks,
     homes,
     mixed_plan,
     named_budget,
@@ -122,6 +123,7 @@ def test_the_same_bits_wherever_the_states_live(name, tmp_path):
         assert differing(expected, got) == [], label
 
 
+@few_chunks()
 def test_the_same_bits_with_groups_on_all_tiers(tmp_path):
     setup = Setup()
     expected, _ = train(adagrad, setup, DEVICE, str(tmp_path))
