@@ -7,7 +7,6 @@ import torch
 from unwall.native.pool import SumSquares
 from unwall.native.ticket import NativeTicket
 from unwall.optim.workers import shared_pool
-from unwall.shards.collectives import Ranks
 from unwall.tiers.host import DTYPES
 
 
@@ -37,11 +36,6 @@ def sum_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.T
             total[0] += result.sum
             total[1] += result.nonfinite
     return total
-
-
-def over_ranks(total: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The same, summed over the ranks."""
-    return ranks.all_reduce_sum(total)
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from unwall.optim.norm import clip_factor, over_ranks, sum_squares
+from unwall.optim.norm import clip_factor, sum_squares
 from unwall.optim.scaler import LossScaler
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
@@ -147,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         total = None
         for engine in self.engines():
             part = sum_squares(_pieces(engine, held), engine.device.device)
-            part = over_ranks(part, engine.ranks)
+            part = engine.executor.agreement.sum(part)
             total = part if total is None else total + part.to(total.device)
         assert total is not None
         return total

@@ -151,7 +151,7 @@ class Engine:
         if not self._frames and not torch.is_grad_enabled():
             self.executor.lane.leave()
         if not self._frames and self.ranks.size > 1 and torch._C._current_graph_task_id() == -1:
-            self.executor.through()
+            self.executor.end_forward(torch.is_grad_enabled(), self.sync)
 
     def _hand_up(self, frame: Frame, output: Any) -> None:
         """A call may return a view of a parameter: then whoever called it reads the group, too."""
@@ -178,7 +178,7 @@ class Engine:
             self._end_backward()
         self._backward_pins.clear()
         self._open_calls = [0] * len(self.groups)
-        self.executor.phase += 1
+        self.executor.agreement.begin_pass(torch.is_grad_enabled())
         free_discarded()
         if self.lent:
             raise RuntimeError("the model cannot run inside unwall.full_params: leave the context first")
@@ -297,9 +297,7 @@ class Engine:
         self._tasks.discard(task)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end_backward()
-            if self.ranks.size > 1:
-                self.executor.through()
-            self.executor.phase += 1
+            self.executor.end_backward(self.sync)
 
     def _end_backward(self) -> None:
         self.executor.lane.leave()
@@ -331,12 +329,10 @@ class Engine:
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
-        self.executor.together("a step")
         for index, gradient in enumerate(self.gradients):
             if gradient.pending:
                 self.executor.reduce(index)
-        if self.ranks.size > 1:
-            self.executor.through()
+        self.executor.end_step()
         self.settle()
 
     def finish(self) -> None:

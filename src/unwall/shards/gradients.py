@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from unwall.native.library import DiskError
-from unwall.shards.collectives import Ranks, Work
+from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.group import Group
 from unwall.shards.landing import LandingPlace, square_sum
 from unwall.shards.store import Store
@@ -57,7 +57,7 @@ class Gradient:
         self._value_block: MemoryBlock | None = None  # None while `value` lies in the flat buffer
         self._incoming: MemoryBlock | None = None
         self._sent: MemoryBlock | None = None
-        self._work: Work | None = None
+        self._work: Collective | None = None
         self._leaves = group.home.tier == "host"
         self._place = LandingPlace(group, tiers, dtype)
         self._lost: Exception | None = None
