@@ -51,8 +51,8 @@ _WHAT = {
     WHOLE: "state_dict or full_params",
 }
 _DEVIATED, _PENDING = 1, 2
-ALIKE_PASSES = 64
-"""Passes since the step that are told apart; those beyond are taken to be alike."""
+MOST_SINCE_STEP = 128
+"""Forwards and backwards since the step that are told apart; those beyond are taken to be alike."""
 
 
 class Acts(Protocol):
@@ -122,7 +122,8 @@ class Agreement:
         self._book = Book()
         self._segment = _Segment(None)
         self._forwards = self._backwards = self._steps = 0
-        self._passes = 0  # with gradients, since the step
+        self._last: tuple[int, ...] = ()  # meeting, and what it was about
+        self._since_step = 0  # forwards with gradients, and backwards
         self._settled = True  # no rank has gradients that were not reduced
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -155,10 +156,10 @@ class Agreement:
 
     def begin_pass(self, grad: bool) -> None:
         self._forwards += 1
-        self._passes = min(self._passes + grad, ALIKE_PASSES)
+        self._since_step = min(self._since_step + grad, MOST_SINCE_STEP)
 
     def end_forward(self, grad: bool, sync: bool, steady: bool) -> None:
-        """``steady``: the pass so far was as predicted, so that what it needed is worth remembering."""
+        """``steady``: the pass so far went as predicted. See ``Book``."""
         if self._ranks.size == 1:
             return
         self._meet(END_FORWARD, (grad, sync), steady)
@@ -170,6 +171,7 @@ class Agreement:
             return
         rows = self._meet(END_BACKWARD, (sync,), steady, _PENDING if pending else 0)
         self._backwards += 1
+        self._since_step = min(self._since_step + 1, MOST_SINCE_STEP)
         self._settled = not any(row.flags & _PENDING for row in rows)
 
     def end_step(self, steady: bool) -> None:
@@ -180,7 +182,7 @@ class Agreement:
             self._meet(STEP, (), steady)
             self._settled = True
         self._steps += 1
-        self._passes = 0
+        self._since_step = 0
 
     def together(self) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
@@ -250,7 +252,8 @@ class Agreement:
 
     def _meet(self, point: int, about: tuple[bool, ...], steady: bool, flags: int = 0) -> list[Row]:
         self._serve_rest()
-        situation = None if point == WHOLE else (point, *about, self._passes)
+        before, self._last = self._last, (point, *about)
+        situation = None if point == WHOLE else (before, self._last, self._since_step)
         expected = None if situation is None or not self._control.only_model else self._book.expected(situation)
         script = 0 if expected is None else fingerprint(expected)
         flags |= _DEVIATED if self._segment.deviated else 0
@@ -263,22 +266,26 @@ class Agreement:
         if any(row.kind != point for row in rows):
             raise self._diverged(rows)
         deviated = any(row.flags & _DEVIATED for row in rows)
-        self._close(deviated, learn=steady and point != WHOLE, judge=point != WHOLE)
-        agreed = script != 0 and all(row.script == script for row in rows)
+        held = self._close(deviated, steady, learn=point != WHOLE)
+        agreed = held and script != 0 and all(row.script == script for row in rows)
         self._begin(situation, expected if agreed else None)
         return rows
 
-    def _close(self, deviated: bool, learn: bool, judge: bool) -> None:
+    def _close(self, deviated: bool, steady: bool, learn: bool) -> bool:
+        """What this segment teaches. False when its script failed: the next one had better not follow what was expected then."""
         segment = self._segment
-        if segment.follow is not None:
-            if deviated and segment.reduced:
-                self._correct_present()
-            if judge and (deviated or segment.negotiated):
+        followed = segment.follow is not None
+        failed = followed and (deviated or bool(segment.negotiated))
+        if followed and deviated and segment.reduced:
+            self._correct_present()
+        if learn and segment.situation is not None:
+            if failed:
                 self._book.failed(segment.situation)
-            elif judge:
+            elif followed:
                 self._book.held(segment.situation)
-        elif learn and segment.situation is not None:
-            self._book.learn(segment.situation, tuple(segment.negotiated))
+            else:
+                self._book.learn(segment.situation, tuple(segment.negotiated), steady)
+        return not failed
 
     def _begin(self, situation: Hashable, script: Script | None) -> None:
         follow = None if script is None else Follow(script)

@@ -75,13 +75,16 @@ class _Entry:
     """Equal recordings in a row."""
     needed: int = 1
     """How many of them it takes."""
+    steady: bool = True
+    """Whether the last recording was of a pass that went as predicted."""
 
 
 @dataclass
 class Book:
     """Which script followed which situation.
 
-    One recording is enough at first. After a script that failed it takes two equal ones, then four, up to ``MOST_REPEATS``, and
+    One recording is enough at first, if it is of a pass that was predicted: one that was not fetched nothing ahead, which a script
+    should do, so it takes two of those. Where something else was expected it takes two equal ones, after a script that failed again four, up to ``MOST_REPEATS``, and
     fewer again with each one that held. So a loop that changes now and then soon follows a script again, and a loop that
     changes all the time follows none.
     """
@@ -90,13 +93,20 @@ class Book:
 
     def expected(self, situation: Hashable) -> Script | None:
         entry = self._entries.get(situation)
-        return entry.script if entry is not None and entry.repeats >= entry.needed else None
+        if entry is None or entry.repeats < max(entry.needed, 1 if entry.steady else 2):
+            return None
+        return entry.script
 
-    def learn(self, situation: Hashable, script: Script) -> None:
-        """What happened without a script."""
+    def learn(self, situation: Hashable, script: Script, steady: bool = True) -> None:
+        """What happened without a script. ``steady``: the pass went as predicted."""
         entry = self._entries.pop(situation, None) or _Entry(script)
-        entry.repeats = entry.repeats + 1 if fingerprint(entry.script) == fingerprint(script) else 1
-        entry.script = script
+        if fingerprint(entry.script) == fingerprint(script):
+            entry.repeats += 1
+        else:
+            entry.repeats = 1
+            if entry.steady:
+                entry.needed = max(2, entry.needed)
+        entry.script, entry.steady = script, steady
         self._entries[situation] = entry
         if len(self._entries) > MOST_ENTRIES:
             del self._entries[next(iter(self._entries))]
