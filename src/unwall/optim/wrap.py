@@ -137,6 +137,7 @@ class Wrapped(ShardedOptimizer):
             if piece is not None:
                 names |= {name for name, value in self.inner.state.get(piece, {}).items() if _spans(value, piece)}
         for engine in self.engines():
+            engine.executor.together()
             names = engine.ranks.union(names)
         kept = own_states(self, tuple(sorted(names)))
         for param, piece in self._pieces.items():

@@ -48,7 +48,7 @@ _WHAT = {
     END_FORWARD: "the end of a forward",
     END_BACKWARD: "the end of a backward",
     STEP: "a step",
-    WHOLE: "state_dict or full_params",
+    WHOLE: "state_dict, load_state_dict or full_params",
 }
 _DEVIATED, _PENDING = 1, 2
 MOST_SINCE_STEP = 128
@@ -272,7 +272,7 @@ class Agreement:
         return rows
 
     def _close(self, deviated: bool, steady: bool, learn: bool) -> bool:
-        """What this segment teaches. False when its script failed: the next one had better not follow what was expected then."""
+        """What this segment teaches. False when its script failed: what was expected of the next one is not to be trusted."""
         segment = self._segment
         followed = segment.follow is not None
         failed = followed and (deviated or bool(segment.negotiated))
