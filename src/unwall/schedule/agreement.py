@@ -125,6 +125,7 @@ class Agreement:
         self._last: tuple[int, ...] = ()  # meeting, and what it was about
         self._since_step = 0  # forwards with gradients, and backwards
         self._settled = True  # no rank has gradients that were not reduced
+        self._apart = ""  # how the ranks diverged: they cannot find together again
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -155,12 +156,13 @@ class Agreement:
     # -- meetings -----------------------------------------------------------------------------------------------------
 
     def begin_pass(self, grad: bool) -> None:
+        self._check()
         self._forwards += 1
         self._since_step = min(self._since_step + grad, MOST_SINCE_STEP)
 
     def end_forward(self, grad: bool, sync: bool, steady: bool) -> None:
         """``steady``: the pass so far went as predicted. See ``Book``."""
-        if self._ranks.size == 1:
+        if self._ranks.size == 1 or self._apart:  # then the forward ends because that was raised in it
             return
         self._meet(END_FORWARD, (grad, sync), steady)
         self._settled = self._settled and not grad
@@ -293,8 +295,13 @@ class Agreement:
 
     def _announce(self, kind: int, group: int = 0, script: int = 0, flags: int = 0) -> list[Row]:
         """Every rank's row. DivergedError, on each of them, when they are not in the same forward, backward and step."""
+        self._check()
         mine = Row(self._control.model, kind, group, self._forwards, self._backwards, self._steps, script, flags)
-        rows = [Row(*row) for row in self._control.exchange(mine, self._what(mine))]
+        try:
+            rows = [Row(*row) for row in self._control.exchange(mine, self._what(mine))]
+        except DivergedError as error:
+            self._apart = str(error)
+            raise
         if any((row.model, *row[3:6]) != (mine.model, *mine[3:6]) for row in rows):
             raise self._diverged(rows)
         return rows
@@ -333,10 +340,15 @@ class Agreement:
             f"rank {rank} is at {self._what(row)} (forward {row.forwards}, after {row.backwards} backwards, {row.steps} steps)"
             for rank, row in enumerate(rows)
         ]
-        return DivergedError(
+        self._apart = (
             f"the ranks are not at the same point: {'; '.join(places)}. All ranks must run the same forwards, backwards and "
             "steps, and call state_dict, full_params and the like together"
         )
+        return DivergedError(self._apart)
+
+    def _check(self) -> None:
+        if self._apart:
+            raise DivergedError(f"the ranks have diverged before, and this model cannot be used any more: {self._apart}")
 
 
 def _either(words: Sequence[int]) -> int:
