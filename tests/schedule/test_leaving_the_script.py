@@ -6,19 +6,28 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import linear
 from offload import HOST
 from ranks import rank_and_world
-from reference import Case, check_parity, seeded, unwall_adamw
+from reference import Case, check_parity, seeded, unwall_adamw, vectors
 from torch import nn
 
 import unwall
 from unwall.plan import Plan
 from unwall.schedule.script import Book
+from unwall.shards.control import Control
 
+WIDTH = 64
 STEPS = 16
 ODD = (6, 10, 11, 14)
 """Steps in which something is different; scripts are followed in those before."""
+
+
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def batch():
+    return vectors(rows=4, width=WIDTH)
 
 
 class ExpertNet(nn.Module):
@@ -29,14 +38,13 @@ class ExpertNet(nn.Module):
         self.entry = linear()
         self.experts = nn.ModuleList(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3))
         self.layers = nn.ModuleList(linear() for _ in range(4))
-        self.gains = nn.ParameterList(nn.Parameter(torch.ones(16)) for _ in range(2))
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
         self.exit = linear()
 
     def forward(self, x, expert=0, depth=4, gains=(0,), backwards=False):
-        x = self.experts[expert](torch.tanh(self.entry(x)))
-        layers = list(self.layers)[:depth]
-        for layer in reversed(layers) if backwards else layers:
-            x = x + torch.tanh(layer(x))
+        parts = [self.entry, self.experts[expert], *self.layers[:depth]]
+        for part in reversed(parts) if backwards else parts:
+            x = x + torch.tanh(part(x))
         for gain in gains:
             x = x * self.gains[gain]
         return self.exit(x)
@@ -94,20 +102,21 @@ CHANGES = [
 ]
 
 
-def backward(model, batch, **options):
-    inputs, target = batch
+def backward(model, drawn, **options):
+    inputs, target = drawn
     loss = F.mse_loss(model(inputs, **options), target)
     loss.backward()
     return loss.detach()
 
 
-def iterate(change, case, model, optimizer, batch, step, rank):
-    return backward(model, batch, **change(step, rank))
+def iterate(change, case, model, optimizer, drawn, step, rank):
+    return backward(model, drawn, **change(step, rank))
 
 
 def count_failures():
     """How many scripts failed since the last call, in this rank."""
     if not hasattr(Book, "failures"):
+        Control.only_model = True  # a model of an earlier test may still be there; it runs no more
         Book.failures, failed = 0, Book.failed
 
         def counted(book, situation):
@@ -120,7 +129,7 @@ def count_failures():
 
 
 def case_of(change):
-    return Case(build=ExpertNet, iterate=functools.partial(iterate, change))
+    return Case(build=ExpertNet, batch=batch, iterate=functools.partial(iterate, change))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -136,6 +145,7 @@ def test_values_are_those_of_plain_pytorch(ranks, change, stage, tight):
 
 @pytest.mark.parametrize("change", [other_expert, early_exit, fewer_parameters])
 def test_four_ranks(ranks, change):
+    ranks(4).run(count_failures)
     check_parity(ranks(4), case_of(change), Plan(compute_dtype=torch.float32), steps=STEPS)
 
 
@@ -144,22 +154,22 @@ def test_updates_ahead_of_the_step(ranks, change):
     check_parity(ranks(2), case_of(change), Plan(compute_dtype=torch.float32, **HOST), steps=STEPS)
 
 
-def add_up(change, case, model, optimizer, batch, step, rank):
+def add_up(change, case, model, optimizer, drawn, step, rank):
     """Two backwards for a step; the second is the one that differs."""
-    return backward(model, batch) + backward(model, batch, **change(step, rank))
+    return backward(model, drawn) + backward(model, drawn, **change(step, rank))
 
 
 @pytest.mark.parametrize("change", [other_expert, fewer_parameters, no_gain_anywhere])
 def test_in_one_of_several_backwards(ranks, change):
-    case = Case(build=ExpertNet, iterate=functools.partial(add_up, change))
+    case = Case(build=ExpertNet, batch=batch, iterate=functools.partial(add_up, change))
     check_parity(ranks(2), case, Plan(stage=2, compute_dtype=torch.float32), steps=STEPS)
 
 
-def evaluate_too(change, case, model, optimizer, batch, step, rank):
+def evaluate_too(change, case, model, optimizer, drawn, step, rank):
     """An evaluation of its own way in each step, and the loss averaged over the ranks by the loop itself."""
     with torch.no_grad():
-        model(batch[0], **change(step, rank))
-    loss = F.mse_loss(model(batch[0], **change(step + 1, rank)), batch[1])
+        model(drawn[0], **change(step, rank))
+    loss = F.mse_loss(model(drawn[0], **change(step + 1, rank)), drawn[1])
     _meet_elsewhere()
     loss.backward()
     _meet_elsewhere()
@@ -174,7 +184,7 @@ def _meet_elsewhere():
 
 @pytest.mark.parametrize("change", [other_expert, late_exit, ever_another])
 def test_collectives_of_the_loop_between_forward_and_backward(ranks, change):
-    case = Case(build=ExpertNet, iterate=functools.partial(evaluate_too, change))
+    case = Case(build=ExpertNet, batch=batch, iterate=functools.partial(evaluate_too, change))
     check_parity(ranks(2), case, Plan(compute_dtype=torch.float32), steps=STEPS)
 
 
@@ -186,9 +196,7 @@ def exchanges_when_always_another():
     for step in range(30):
         if step == 20:
             count_failures()
-        backward(
-            model, (torch.randn(4, 16), torch.randn(4, 16)), expert=step % 3, depth=1 + step % 4, backwards=step % 5 == rank
-        )
+        backward(model, batch(), expert=step % 3, depth=1 + step % 4, backwards=step % 5 == rank)
         optimizer.step()
     return count_failures()
 
@@ -198,6 +206,17 @@ def test_a_loop_that_changes_in_every_pass_negotiates(ranks):
         assert failures <= 2
 
 
+def groups():
+    model = seeded(ExpertNet)
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    return len(unwall.api.engine(model).groups)
+
+
+def test_there_is_something_to_disagree_on(ranks):
+    """Guards the tests of this file: experts and layers are groups of their own."""
+    assert min(ranks(2).run(groups)) >= 8
+
+
 def train_then_save():
     """Whole tensors between the passes, at any point."""
     model = seeded(ExpertNet)
@@ -205,7 +224,7 @@ def train_then_save():
     optimizer = unwall_adamw(model)
     for step in range(12):
         torch.manual_seed(step)
-        backward(model, (torch.randn(4, 16), torch.randn(4, 16)))
+        backward(model, batch())
         if step % 3 == 0:
             model.state_dict()
         optimizer.step()
@@ -220,7 +239,7 @@ def test_looks_at_the_model_between_the_passes(ranks):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
     for step in range(12):
         torch.manual_seed(step)
-        backward(model, (torch.randn(4, 16), torch.randn(4, 16)))
+        backward(model, batch())
         optimizer.step()
         optimizer.zero_grad()
     for name, value in ranks(2).run(train_then_save)[0].items():
