@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 import torch
 
-from unwall.shards.collectives import Ranks
 from unwall.shards.squares import SquareSum, add_measured
 from unwall.tiers.workers import shared_pool
 
@@ -23,11 +22,6 @@ def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch
         else:
             add_measured(entry, total)
     return total
-
-
-def over_ranks(total: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The same, summed over the ranks."""
-    return ranks.all_reduce_sum(total)
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:

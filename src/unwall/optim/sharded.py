@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from unwall.native.ticket import NativeTicket
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
-from unwall.optim.norm import clip_factor, over_ranks, total_squares
+from unwall.optim.norm import clip_factor, total_squares
 from unwall.optim.own_states import own_states
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
@@ -211,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         total = None
         for engine in self.engines():
             part = total_squares(_pieces(engine, held), engine.device.device)
-            part = over_ranks(part, engine.ranks)
+            part = engine.executor.agreement.sum(part)
             total = part if total is None else total + part.to(total.device)
         assert total is not None
         return total

@@ -203,10 +203,8 @@ class Backward:
         self._tasks.discard(task)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end()
-            if self._ranks.size > 1:
-                self._executor.through()
+            self._executor.end_backward(self.sync)
             self._hand_out()
-            self._executor.phase += 1
 
     def _end(self) -> None:
         self._executor.lane.leave()

@@ -14,6 +14,7 @@ from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
+from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
@@ -42,7 +43,10 @@ class Engine:
         self.ranks = ranks
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
-        self.executor = Executor(groups, gradients, tiers.device.ledger, ranks, self.lane)
+        names, device = [group.name for group in groups], tiers.device.device
+        self.executor = Executor(
+            groups, gradients, tiers.device.ledger, ranks.size, self.lane, lambda acts: Agreement(ranks, names, acts, device)
+        )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
         self.backward = Backward(
@@ -112,12 +116,10 @@ class Engine:
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
-        self.executor.together("a step")
         for index, gradient in enumerate(self.gradients):
             if gradient.pending:
                 self.executor.reduce(index)
-        if self.ranks.size > 1:
-            self.executor.through()
+        self.executor.end_step()
         self.settle()
 
     def finish(self) -> None:

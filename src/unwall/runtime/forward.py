@@ -95,11 +95,11 @@ class Forward:
         if not self._frames and not torch.is_grad_enabled():
             self._executor.lane.leave()
         if not self._frames and self._ranks.size > 1 and torch._C._current_graph_task_id() == -1:
-            self._executor.through()
+            self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
 
     def _begin_pass(self) -> None:
         self._backward.restart()
-        self._executor.phase += 1
+        self._executor.agreement.begin_pass(torch.is_grad_enabled())
         self._beginning()
         self._executor.unpin_all()
         self._executor.trace.begin(torch.is_grad_enabled())

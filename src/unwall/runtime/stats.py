@@ -33,6 +33,8 @@ class Stats:
     tiers: dict[str, TierStats]
     links: dict[str, LinkStats]
     collectives: dict[str, CollectiveStats]
+    control_exchanges: int
+    """Times the ranks exchanged words to agree on what comes next, since the last reset. Each one blocks."""
     trace_mismatches: int
     """Passes that used the groups in another order than the pass before."""
     steps: int
@@ -58,6 +60,7 @@ class Stats:
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
         executor.trace.mismatches = 0
+        self._engine.ranks.control.exchanges = 0
         self._engine.speculation = Speculated()
         for ledger in self._engine.tiers.ledgers.values():
             ledger.reset_peak()
@@ -85,6 +88,7 @@ def read_stats(engine: Engine) -> Stats:
             "all_gather": CollectiveStats(executor.gathered_elements),
             "reduce_scatter": CollectiveStats(executor.reduced_elements),
         },
+        control_exchanges=engine.ranks.control.exchanges,
         trace_mismatches=executor.trace.mismatches,
         steps=engine.steps,
         speculated=replace(engine.speculation),

@@ -46,13 +46,13 @@ class WholeParams:
         place = group.layout.slots[slot]
         device = self._engine.device.device if self._everywhere else None
         if group.own_numel == group.layout.padded_numel:
-            self._engine.executor.together("state_dict or full_params")
+            self._engine.executor.together()
             if device is None and self._engine.ranks.rank > 0:
                 return None
             value = read_master(group, device, place.offset, place.end).detach()
             return value.view(place.shape).to(device or "cpu", group.dtypes[slot], copy=True)
         if self._held != (index, self._engine.version):
-            self._engine.executor.together("state_dict or full_params")
+            self._engine.executor.together()
             owned = read_master(group, device)
             self._whole = whole_run(self._engine, group, owned, self._everywhere)
             self._held = (index, self._engine.version)
@@ -85,7 +85,7 @@ def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
 @contextmanager
 def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     """Inside, the parameters are whole, in the dtype they were given in, on the device."""
-    engine.executor.together("unwall.full_params")
+    engine.executor.together()
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
     params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]

@@ -5,10 +5,10 @@ The engine's groups and gradients (``shards/``) move bytes. The planner's (``pla
 a virtual clock. Both are driven by the same executor over a ledger of the device, so what is predicted is what is decided.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
-from unwall.shards.collectives import Wish
+import torch
+
 from unwall.shards.group import Residence
 
 
@@ -61,6 +61,17 @@ class GradientBackend(Protocol):
         """Parameters with a gradient on this rank that was not reduced yet."""
 
     @property
+    def present(self) -> set[int]:
+        """Parameters that have a gradient on some rank, reduced, since the last step."""
+
+    @present.setter
+    def present(self, slots: set[int]) -> None: ...
+
+    @property
+    def held(self) -> bool:
+        """Whether there is a sum."""
+
+    @property
     def flat_bytes(self) -> int:
         """Device memory that a pass over this group's backward takes from now on."""
 
@@ -77,15 +88,43 @@ class GradientBackend(Protocol):
     def await_departure(self) -> None:
         """Waits until a sum that leaves has left the device."""
 
+    def clear(self) -> None:
+        """Forgets every gradient."""
 
-class RanksBackend(Protocol):
-    """The ranks that the model is cut over. See [Note: agreement] in shards/collectives.py."""
 
-    @property
-    def size(self) -> int: ...
+class Acts(Protocol):
+    """What an agreement may ask of the executor."""
 
-    def announce(self, wish: Wish, phase: int, where: str) -> Sequence[Wish]:
-        """What every rank wants next."""
+    def join_gather(self, index: int) -> None: ...
+
+    def join_reduce(self, index: int, present: set[int], contribute: bool) -> None: ...
+
+    def present_in(self, index: int) -> set[int]:
+        """A group's parameters that have a gradient on some rank."""
+
+    def correct_present(self, index: int, wrong: set[int], missing: set[int]) -> None: ...
+
+
+class AgreementBackend(Protocol):
+    """Which collective comes next, as all ranks agree. See [Note: agreement] in schedule/agreement.py."""
+
+    def gather(self, index: int) -> None: ...
+
+    def may_gather_ahead(self, index: int) -> bool: ...
+
+    def reduce(self, index: int, bits: tuple[int, ...]) -> None: ...
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor: ...
+
+    def begin_pass(self, grad: bool) -> None: ...
+
+    def end_forward(self, grad: bool, sync: bool, steady: bool) -> None: ...
+
+    def end_backward(self, sync: bool, steady: bool, pending: bool) -> None: ...
+
+    def end_step(self, steady: bool) -> None: ...
+
+    def together(self) -> None: ...
 
 
 class Lane(Protocol):

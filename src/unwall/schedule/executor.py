@@ -1,13 +1,13 @@
 """Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from unwall.schedule.backend import GradientBackend, GroupBackend, Lane, RanksBackend
+from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, GroupBackend, Lane
 from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
-from unwall.shards.collectives import Wish, pack_bits, unpack_bits
+from unwall.shards.control import pack_bits
 from unwall.shards.group import Residence
 from unwall.tiers.ledger import BudgetError, Ledger
 
@@ -32,8 +32,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         groups: Sequence[AnyGroup],
         gradients: Sequence[AnyGradient],
         ledger: Ledger,
-        ranks: RanksBackend,
+        ranks: int,
         lane: Lane,
+        make_agreement: Callable[[Acts], AgreementBackend],
     ) -> None:
         self.groups = groups
         self.gradients = gradients
@@ -49,8 +50,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._current: int | None = None
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
-        self.phase = 0
-        """Counts forwards and backwards."""
+        self.agreement = make_agreement(self)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -121,15 +121,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
     def _make_resident(self, index: int) -> None:
         group = self.groups[index]
         if group.residence is Residence.ABSENT:
-            self._fetch(index)
+            self.agreement.gather(index)
         if group.residence is Residence.ARRIVING:
             group.finish_gather()
-
-    def _fetch(self, index: int) -> None:
-        group = self.groups[index]
-        self.agree(Wish(Wish.GATHER, index), f"the parameters of {group.name}")
-        if group.residence is Residence.ABSENT:
-            self._begin_gather(index)
 
     def _begin_gather(self, index: int) -> None:
         group = self.groups[index]
@@ -137,7 +131,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if group.fetch_bytes:
             self._fetched.add(index)
         group.begin_gather()
-        self.gathered_elements += group.gathered_numel if self._ranks.size > 1 else 0
+        self.gathered_elements += group.gathered_numel if self._ranks > 1 else 0
 
     def _work_ahead(self) -> None:
         """Starts fetching the next missing groups, where that pushes out nothing that is needed sooner."""
@@ -149,18 +143,20 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 return
             index, distance = found
             group = self.groups[index]
+            if not self.agreement.may_gather_ahead(index):
+                return
             if group.updating:
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             if not self._drop_for(group.fetch_bytes, sooner_than=distance):
                 return
-            self._fetch(index)
+            self.agreement.gather(index)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def reduce(self, index: int) -> None:
         """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one."""
         gradient = self.gradients[index]
-        if self._ranks.size == 1:
+        if self._ranks == 1:
             self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
             gradient.begin_reduce(gradient.pending)
             self._reducing.append(index)
@@ -168,7 +164,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 self.finish_reduces()
             return
         bits = pack_bits(sorted(gradient.pending), self.groups[index].param_count)
-        self.agree(Wish(Wish.REDUCE, index, bits), f"the gradients of {self.groups[index].name}")
+        self.agreement.reduce(index, bits)
 
     def finish_reduces(self, leave: int = 0, departed: bool = True) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left.
@@ -188,49 +184,51 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         found, self._reduced = self._reduced, []
         return list(dict.fromkeys(found))
 
-    def together(self, what: str) -> None:
+    # -- with the other ranks -----------------------------------------------------------------------------------------
+
+    def end_forward(self, grad: bool, sync: bool) -> None:
+        """The outermost forward ends. Serves the other ranks until theirs do."""
+        self.agreement.end_forward(grad, sync, self.trace.known)
+
+    def end_backward(self, sync: bool) -> None:
+        self.agreement.end_backward(sync, self.trace.known, any(gradient.pending for gradient in self.gradients))
+
+    def end_step(self) -> None:
+        """Nothing is left to reduce on this rank. Returns when that is so on all of them."""
+        self.agreement.end_step(self.trace.known)
+
+    def together(self) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
-        self.agree(Wish(Wish.TOGETHER, 0), what)
+        self.agreement.together()
 
-    def through(self) -> None:
-        """This rank needs no collective before the step. Serves the others until none of them does."""
-        self.agree(Wish(Wish.THROUGH, 0), "the end of its pass")
+    def join_gather(self, index: int) -> None:
+        """Takes part in a gather, whether this rank needs it or another one."""
+        if self.groups[index].residence is Residence.ABSENT:
+            self._begin_gather(index)
+        else:
+            self.groups[index].serve_gather()
 
-    # -- agreement ----------------------------------------------------------------------------------------------------
-
-    def agree(self, mine: Wish, where: str) -> None:
-        """Returns when this rank's wish was served. See [Note: agreement] in shards/collectives.py."""
-        if self._ranks.size == 1:
-            return
-        while True:
-            wishes = self._ranks.announce(mine, self.phase, where)
-            active = [wish for wish in wishes if wish.kind in (Wish.GATHER, Wish.REDUCE)]
-            if not active:
-                return
-            served = active[0]
-            same = [wish for wish in wishes if (wish.kind, wish.group) == (served.kind, served.group)]
-            is_mine = (mine.kind, mine.group) == (served.kind, served.group)
-            self._serve(served, same, is_mine)
-            if is_mine:
-                return
-
-    def _serve(self, wish: Wish, same: list[Wish], mine: bool) -> None:
-        group = self.groups[wish.group]
-        if wish.kind == Wish.GATHER:
-            if group.residence is Residence.ABSENT:
-                self._begin_gather(wish.group)
-            else:
-                group.serve_gather()
-            return
-        gradient = self.gradients[wish.group]
-        present: set[int] = set()
-        for entry in same:
-            present |= unpack_bits(entry.used)
+    def join_reduce(self, index: int, present: set[int], contribute: bool) -> None:
+        """Takes part in a reduction. Without ``contribute`` another rank needs it: this one adds zeros."""
+        gradient = self.gradients[index]
         self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
-        self.make_room(gradient.flat_bytes, f"gradients of {group.name}")
-        gradient.begin_reduce(present, contribute=mine)
-        self._reducing.append(wish.group)
-        self.reduced_elements += group.gathered_numel
+        self.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}")
+        gradient.begin_reduce(present, contribute=contribute)
+        self._reducing.append(index)
+        self.reduced_elements += self.groups[index].gathered_numel
+
+    def present_in(self, index: int) -> set[int]:
+        """A group's parameters that have a gradient on some rank."""
+        return self.gradients[index].present
+
+    def correct_present(self, index: int, wrong: set[int], missing: set[int]) -> None:
+        """It turned out which parameters do have a gradient on some rank."""
+        gradient = self.gradients[index]
+        if gradient.held or index in self._reducing:  # otherwise it was forgotten meanwhile
+            gradient.present |= missing
+        gradient.present -= wrong
+        if not gradient.present and not gradient.pending:
+            gradient.clear()
 
 
 class _Present:

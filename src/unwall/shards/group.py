@@ -19,7 +19,7 @@ from torch import nn
 
 from unwall.native.library import DiskError
 from unwall.native.pool import WorkerPool
-from unwall.shards.collectives import Ranks, Work
+from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.layout import Layout, Segment
 from unwall.shards.local import show
 from unwall.shards.placement import Home
@@ -78,7 +78,7 @@ class Group:
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
         self._tiers = tiers
         self._ranks = ranks
-        self._gathering: Work | None = None
+        self._gathering: Collective | None = None
         self._copying: Ticket | None = None
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unwall.shards.collectives import Ranks, Work
+from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.group import Group
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.device import DeviceTier
@@ -22,7 +22,7 @@ class Reduction:
     ) -> None:
         self.incoming = incoming
         """The average, after ``wait``."""
-        self.work: Work | None = None
+        self.work: Collective | None = None
         self.divisor = 1
         """What makes an average of the sum that ``work`` brings."""
         self._device = device

@@ -12,6 +12,7 @@ class SimulatedGradient:
     def __init__(self, group: SimulatedGroup, rank: VirtualRank) -> None:
         self.group = group
         self.pending: set[int] = set()
+        self.present: set[int] = set()
         self.passes = 0
         """Reductions since the last step."""
         self.leaves = group.home.tier == "host"
@@ -26,6 +27,10 @@ class SimulatedGradient:
         self._widened = False
         """The sum is in fp32, in memory of its own."""
         self._reducing = False
+
+    @property
+    def held(self) -> bool:
+        return self.passes > 0
 
     @property
     def flat_bytes(self) -> int:

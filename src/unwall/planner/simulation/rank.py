@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from unwall.planner.job import Job
 from unwall.planner.pace import COMPUTE, Pace
 from unwall.planner.simulation.clock import Clock, Task
-from unwall.shards.collectives import Wish
+from unwall.schedule.backend import Acts
+from unwall.shards.control import unpack_bits
 from unwall.tiers.ledger import Ledger
 
 
@@ -45,13 +48,32 @@ class VirtualRank:
 
 
 class RanksAlike:
-    """Ranks that all do the same at once: what this one wants, every one wants."""
+    """The agreement of ranks that all do the same at once: what this one wants, every one wants."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, acts: Acts) -> None:
+        self._acts = acts
 
-    def announce(self, wish: Wish, phase: int, where: str) -> list[Wish]:  # noqa: ARG002 (the protocol's signature)
-        return [wish]
+    def gather(self, index: int) -> None:
+        self._acts.join_gather(index)
+
+    def may_gather_ahead(self, index: int) -> bool:  # noqa: ARG002 (the protocol's signature)
+        return True
+
+    def reduce(self, index: int, bits: tuple[int, ...]) -> None:
+        self._acts.join_reduce(index, unpack_bits(bits), contribute=True)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def begin_pass(self, grad: bool) -> None: ...
+
+    def end_forward(self, grad: bool, sync: bool, steady: bool) -> None: ...
+
+    def end_backward(self, sync: bool, steady: bool, pending: bool) -> None: ...
+
+    def end_step(self, steady: bool) -> None: ...
+
+    def together(self) -> None: ...
 
 
 class NobodyWatches:

@@ -40,7 +40,7 @@ class Simulation:
         self.rank = VirtualRank(job, pace)
         self.groups = [SimulatedGroup(index, self.rank) for index in range(len(job.sizes))]
         self.gradients = [SimulatedGradient(group, self.rank) for group in self.groups]
-        self.executor = Executor(self.groups, self.gradients, self.rank.ledger, RanksAlike(job.ranks), NobodyWatches())
+        self.executor = Executor(self.groups, self.gradients, self.rank.ledger, job.ranks, NobodyWatches(), RanksAlike)
         self._early = job.early
         self._updated: set[int] = set()
         """Groups that were updated before the step."""

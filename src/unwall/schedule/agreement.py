@@ -1,0 +1,346 @@
+"""Which collective is next: the ranks agree, or follow what they agreed on before.
+
+[Note: agreement]
+Ranks must call collectives in one order, but control flow may differ between them (experts, early exit, a module that only one
+rank uses). They meet at the end of each forward and of each backward: an exchange of a few words over a CPU group
+(shards/control.py). Between two meetings they do one of two things.
+
+Negotiate. Before each collective every rank announces what it wants next, or that it waits at the next meeting. When all want
+the same, it runs. Otherwise the ranks serve one wish after the other, lowest rank first: everybody takes part in the collective
+of the served wish, whether it wanted it or not, and announces again. A rank at a meeting serves until all are there. Every rank
+sees every collective, so all of them record the same sequence.
+
+Follow a script (schedule/script.py). At a meeting each rank also says which sequence it expects until the next one, as a hash.
+If all expect the same, every rank owes the others exactly these collectives in this order before it exchanges words again, and
+no words are needed for any of them. A rank that needs one that is not the next serves those before it; one that needs
+something else serves all that are left and then negotiates, with ranks that wait at the meeting. A rank that needs less serves
+what is left when it gets there. Serving a reduction adds zeros: the rank's own gradient is negotiated later.
+
+So no order of uses is an error, and none can hang or mix up two groups' bytes: every rank ends what was agreed on before it
+blocks in an exchange. Nor does a rank leave a forward or a backward while another one still needs it there, so whatever the
+user's loop does between them (a reduction of its own) meets ranks that are there, too.
+
+A step needs no meeting of its own when the backward before it left nothing behind on any rank; a rank that does not call it is
+found at the next one, because every announcement carries how many forwards, backwards and steps there were. The sum over ranks
+that a norm needs is a collective as the others are, so that it cannot meet another one.
+
+Which parameters have a gradient on some rank is announced with a wish. By script it is taken from the recording, and where a
+rank contributed something else, the ranks exchange the truth at the meeting.
+
+Where several models share the same ranks there are no scripts: their collectives would be two sequences without an order.
+A rank alone needs none of it.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from unwall.schedule.backend import Acts
+from unwall.schedule.script import GATHER, REDUCE, SUM, Book, Follow, Op, Script, Turn, fingerprint
+from unwall.shards.collectives import Ranks
+from unwall.shards.control import DivergedError, unpack_bits
+
+END_FORWARD, END_BACKWARD, STEP, WHOLE = 11, 12, 13, 14
+"""Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once."""
+_WHAT = {
+    SUM: "the norm of the gradients",
+    END_FORWARD: "the end of a forward",
+    END_BACKWARD: "the end of a backward",
+    STEP: "a step",
+    WHOLE: "state_dict, load_state_dict or full_params",
+}
+_DEVIATED, _PENDING = 1, 2
+MOST_SINCE_STEP = 128
+"""Forwards and backwards since the step that are told apart; those beyond are taken to be alike."""
+
+
+class Row(NamedTuple):
+    """What a rank announces."""
+
+    model: int
+    kind: int
+    group: int
+    forwards: int
+    backwards: int
+    steps: int
+    script: int
+    """At a meeting: the fingerprint of what it expects until the next one, 0 where it expects nothing."""
+    flags: int
+
+    @property
+    def op(self) -> Op | None:
+        return Op(self.kind, self.group) if self.kind in (GATHER, REDUCE, SUM) else None
+
+
+class _Reduced(NamedTuple):
+    """A reduction by script."""
+
+    group: int
+    assumed: set[int]
+    own: tuple[int, ...]
+
+
+@dataclass
+class _Segment:
+    """From one meeting to the next."""
+
+    situation: Hashable
+    follow: Follow | None = None
+    models: int = 0
+    """Models that had been sharded over these ranks when it began."""
+    negotiated: list[Turn] = field(default_factory=list)
+    deviated: bool = False
+    reduced: list[_Reduced] = field(default_factory=list)
+    known: dict[int, set[int]] = field(default_factory=dict)
+    """By group: parameters that surely have a gradient, apart from what reductions by script assume."""
+
+
+class Agreement:
+    """One rank's side of it. See [Note: agreement]."""
+
+    def __init__(self, ranks: Ranks, names: Sequence[str], acts: Acts, device: torch.device) -> None:
+        self._ranks = ranks
+        self._control = ranks.control
+        self._names = names
+        self._acts = acts
+        self._none = torch.zeros(2, dtype=torch.float64, device=device)
+        self._values = self._total = self._none
+        self._book = Book()
+        self._segment = _Segment(None)
+        self._forwards = self._backwards = self._steps = 0
+        self._last: tuple[int, ...] = ()  # meeting, and what it was about
+        self._since_step = 0  # forwards with gradients, and backwards
+        self._settled = True  # no rank has gradients that were not reduced
+        self._apart = ""  # how the ranks diverged: they cannot find together again
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def gather(self, index: int) -> None:
+        """This rank needs a group's parameters."""
+        if self._ranks.size == 1:
+            self._acts.join_gather(index)
+        else:
+            self._take(Op(GATHER, index))
+
+    def may_gather_ahead(self, index: int) -> bool:
+        """Whether a gather that is not needed yet may begin now. By script: only in its turn."""
+        follow = self._following()
+        return follow is None or follow.is_next(Op(GATHER, index))
+
+    def reduce(self, index: int, bits: tuple[int, ...]) -> None:
+        """This rank's gradients of a group are complete; ``bits``: of which parameters."""
+        self._take(Op(REDUCE, index), bits + (0,) * (self._control.bit_words - len(bits)))
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of two float64 numbers over the ranks."""
+        if self._ranks.size == 1:
+            return values
+        self._values = values
+        self._take(Op(SUM, 0))
+        return self._total
+
+    # -- meetings -----------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, grad: bool) -> None:
+        self._check()
+        self._forwards += 1
+        self._since_step = min(self._since_step + grad, MOST_SINCE_STEP)
+
+    def end_forward(self, grad: bool, sync: bool, steady: bool) -> None:
+        """``steady``: the pass so far went as predicted. See ``Book``."""
+        if self._ranks.size == 1 or self._apart:  # then the forward ends because that was raised in it
+            return
+        self._meet(END_FORWARD, (grad, sync), steady)
+        self._settled = self._settled and not grad
+
+    def end_backward(self, sync: bool, steady: bool, pending: bool) -> None:
+        """``pending``: this rank keeps gradients that were not reduced."""
+        if self._ranks.size == 1:
+            return
+        rows = self._meet(END_BACKWARD, (sync,), steady, _PENDING if pending else 0)
+        self._backwards += 1
+        self._since_step = min(self._since_step + 1, MOST_SINCE_STEP)
+        self._settled = not any(row.flags & _PENDING for row in rows)
+
+    def end_step(self, steady: bool) -> None:
+        """Before the update: everything was reduced, on all ranks."""
+        if self._ranks.size == 1:
+            return
+        if not self._settled:
+            self._meet(STEP, (), steady)
+            self._settled = True
+        self._steps += 1
+        self._since_step = 0
+
+    def together(self) -> None:
+        """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
+        if self._ranks.size > 1:
+            self._meet(WHOLE, (), steady=False)
+
+    # -- by script ----------------------------------------------------------------------------------------------------
+
+    def _following(self) -> Follow | None:
+        segment = self._segment
+        if segment.follow is not None and segment.models != self._control.models_begun:
+            self._segment = _Segment(None)  # another model was sharded: all ranks did that here
+        return self._segment.follow
+
+    def _take(self, op: Op, own: tuple[int, ...] = ()) -> None:
+        follow = self._following()
+        found = None if follow is None else follow.go_to(op)
+        if found is None:
+            self._serve_rest()
+            self._negotiate(op, own)
+            return
+        served, turn = found
+        for other in served:
+            self._perform_turn(other, wanted=False)
+        self._perform_turn(turn, wanted=True, own=own)
+
+    def _serve_rest(self) -> None:
+        follow = self._following()
+        for turn in follow.go_to_end() if follow is not None else ():
+            self._perform_turn(turn, wanted=False)
+
+    def _perform_turn(self, turn: Turn, wanted: bool, own: tuple[int, ...] = ()) -> None:
+        segment = self._segment
+        if turn.op.kind == REDUCE:
+            own = own if wanted else (0,) * len(turn.present)
+            segment.deviated |= own != turn.own
+            self._know(turn.op.group, set())
+            segment.reduced.append(_Reduced(turn.op.group, unpack_bits(turn.present), own))
+        elif turn.wanted and not wanted:
+            segment.deviated = True
+        self._perform(turn.op, unpack_bits(turn.present), wanted)
+
+    def _know(self, group: int, present: set[int]) -> None:
+        known = self._segment.known.setdefault(group, set(self._acts.present_in(group)))
+        known |= present
+
+    def _correct_present(self) -> None:
+        """Some rank contributed other gradients than recorded. All of them say what they did contribute."""
+        reduced = self._segment.reduced
+        rows = self._control.exchange([word for entry in reduced for word in entry.own], "the gradients that are there")
+        width = self._control.bit_words
+        for group in sorted({entry.group for entry in reduced}):
+            mine = [at for at, entry in enumerate(reduced) if entry.group == group]
+            assumed = set[int]().union(*(reduced[at].assumed for at in mine))
+            actual = set[int]().union(*(unpack_bits(row[at * width : (at + 1) * width]) for row in rows for at in mine))
+            self._acts.correct_present(group, assumed - actual - self._segment.known[group], actual - assumed)
+
+    # -- negotiation --------------------------------------------------------------------------------------------------
+
+    def _negotiate(self, op: Op, own: tuple[int, ...]) -> None:
+        while True:
+            rows = self._announce(op.kind, op.group)
+            served = next(row.op for row in rows if row.op is not None)
+            self._serve(served, op, own)
+            if served == op:
+                return
+
+    def _meet(self, point: int, about: tuple[bool, ...], steady: bool, flags: int = 0) -> list[Row]:
+        self._serve_rest()
+        before, self._last = self._last, (point, *about)
+        situation = None if point == WHOLE else (before, self._last, self._since_step)
+        expected = None if situation is None or not self._control.only_model else self._book.expected(situation)
+        script = 0 if expected is None else fingerprint(expected)
+        flags |= _DEVIATED if self._segment.deviated else 0
+        while True:
+            rows = self._announce(point, script=script, flags=flags)
+            served = next((row.op for row in rows if row.op is not None), None)
+            if served is None:
+                break
+            self._serve(served)
+        if any(row.kind != point for row in rows):
+            raise self._diverged(rows)
+        deviated = any(row.flags & _DEVIATED for row in rows)
+        held = self._close(deviated, steady, learn=point != WHOLE)
+        agreed = held and script != 0 and all(row.script == script for row in rows)
+        self._begin(situation, expected if agreed else None)
+        return rows
+
+    def _close(self, deviated: bool, steady: bool, learn: bool) -> bool:
+        """What this segment teaches. False when its script failed: what was expected of the next one is not to be trusted."""
+        segment = self._segment
+        followed = segment.follow is not None
+        failed = followed and (deviated or bool(segment.negotiated))
+        if followed and deviated and segment.reduced:
+            self._correct_present()
+        if learn and segment.situation is not None:
+            if failed:
+                self._book.failed(segment.situation)
+            elif followed:
+                self._book.held(segment.situation)
+            else:
+                self._book.learn(segment.situation, tuple(segment.negotiated), steady)
+        return not failed
+
+    def _begin(self, situation: Hashable, script: Script | None) -> None:
+        follow = None if script is None else Follow(script)
+        self._segment = _Segment(situation, follow, self._control.models_begun)
+
+    def _announce(self, kind: int, group: int = 0, script: int = 0, flags: int = 0) -> list[Row]:
+        """Every rank's row. DivergedError, on each of them, when they are not in the same forward, backward and step."""
+        self._check()
+        mine = Row(self._control.model, kind, group, self._forwards, self._backwards, self._steps, script, flags)
+        try:
+            rows = [Row(*row) for row in self._control.exchange(mine, self._what(mine))]
+        except DivergedError as error:
+            self._apart = str(error)
+            raise
+        if any((row.model, *row[3:6]) != (mine.model, *mine[3:6]) for row in rows):
+            raise self._diverged(rows)
+        return rows
+
+    def _serve(self, op: Op, mine: Op | None = None, own: tuple[int, ...] = ()) -> None:
+        """All ranks take part in the collective that one of them wants."""
+        wanted = op == mine
+        present: tuple[int, ...] = ()
+        if op.kind == REDUCE:
+            own = own if wanted else (0,) * self._control.bit_words
+            every = self._control.exchange(own, f"the gradients of {self._names[op.group]}")
+            present = tuple(_either(words) for words in zip(*every, strict=True))
+            self._know(op.group, unpack_bits(present))
+        self._segment.negotiated.append(Turn(op, present, wanted, own if wanted else (0,) * len(present)))
+        self._perform(op, unpack_bits(present), wanted)
+
+    def _perform(self, op: Op, present: set[int], wanted: bool) -> None:
+        if op.kind == GATHER:
+            self._acts.join_gather(op.group)
+        elif op.kind == REDUCE:
+            self._acts.join_reduce(op.group, present, wanted)
+        else:
+            self._total = self._ranks.all_reduce_sum(self._values if wanted else self._none)
+
+    # -- errors -------------------------------------------------------------------------------------------------------
+
+    def _what(self, row: Row) -> str:
+        if row.model != self._control.model:
+            return "another sharded model"
+        if row.kind in _WHAT:
+            return _WHAT[row.kind]
+        return f"the {'parameters' if row.kind == GATHER else 'gradients'} of {self._names[row.group]}"
+
+    def _diverged(self, rows: list[Row]) -> DivergedError:
+        places = [
+            f"rank {rank} is at {self._what(row)} (forward {row.forwards}, after {row.backwards} backwards, {row.steps} steps)"
+            for rank, row in enumerate(rows)
+        ]
+        self._apart = (
+            f"the ranks are not at the same point: {'; '.join(places)}. All ranks must run the same forwards, backwards and "
+            "steps, and call state_dict, full_params and the like together"
+        )
+        return DivergedError(self._apart)
+
+    def _check(self) -> None:
+        if self._apart:
+            raise DivergedError(f"the ranks have diverged before, and this model cannot be used any more: {self._apart}")
+
+
+def _either(words: Sequence[int]) -> int:
+    found = 0
+    for word in words:
+        found |= word
+    return found
