@@ -141,7 +141,7 @@ def dtype_of(seed):
 
 def check_one_rank(seed, folder):
     """Trains along the script of ``seed``; gives what was seen on the way."""
-    wrong, seen = differences(seed, Setup(dtype=dtype_of(seed), blocks=4, passes=3), folder)
+    wrong, seen = differences(seed, Setup(dtype=dtype_of(seed), blocks=8, passes=3), folder)
     assert wrong == [], script(seed)
     return seen
 

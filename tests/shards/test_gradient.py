@@ -10,7 +10,7 @@ from torch import nn
 from unwall.native.disk import DiskEngine
 from unwall.native.pool import WorkerPool
 from unwall.shards.accumulate import Accumulator
-from unwall.shards.collectives import Ranks, Work
+from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.gradient import Gradient, Phase
 from unwall.shards.group import Group
 from unwall.shards.landing import Holding
@@ -42,13 +42,13 @@ class Twins(Ranks):
         self.calls.append("reduce-scatter")
         shard.copy_(whole[: shard.numel()]).mul_(2)
         self.other = 2 * whole[shard.numel() :]
-        return Work(SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
+        return Collective(SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
 
     def all_gather(self, whole, shard):
         self.calls.append("all-gather")
         scale = 1 if shard.dtype is torch.float16 else 2  # the other rank has divided its sum, too
         whole.copy_(torch.cat([shard, self.other / scale]))
-        return Work(SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
+        return Collective(SimpleNamespace(wait=lambda: None, is_completed=lambda: True))
 
 
 class Bench:
