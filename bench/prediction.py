@@ -23,13 +23,13 @@ from bench.engines.unwall import plan_fields
 from bench.shapes import SHAPES
 from bench.spec import parse_spec
 from bench.workload import ADAMW, batch_of, build
-from unwall.plan import Plan
 from unwall.planner import hardware
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Workload, make_job
 from unwall.planner.outline import Outline, outline_of
 from unwall.planner.predict import Prediction, predict
 from unwall.planner.probe import probe
+from unwall.plans import Plan
 
 SHAPE, CLIP, WARM = "50m", 1.0, 2
 MARKS = ("<!-- written by bench/prediction.py -->", "<!-- end -->")

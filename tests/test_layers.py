@@ -7,9 +7,9 @@ from pathlib import Path
 
 import unwall
 
-LAYERS = ["svg", "native", "tiers", "plan", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
+LAYERS = ["svg", "native", "tiers", "plans", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
 TOP = ["api", "cli", "demo", "report", "integrations", "_version", "__init__", "__main__"]
-SAME = {"deepspeed": "plan"}
+SAME = {"deepspeed": "plans"}
 """Files that share the layer of another: ``Plan.from_deepspeed`` and what it calls."""
 ROOT = Path(unwall.__file__).parent
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine

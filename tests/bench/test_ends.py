@@ -5,12 +5,12 @@ import torch
 from bench.paper import LARGEST_PARAMS, Largest
 
 from bench import ends
-from unwall.plan import Plan
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import load
 from unwall.planner.job import Workload, make_job
 from unwall.planner.outline import skeleton
 from unwall.planner.predict import predict
+from unwall.plans import Plan
 
 # What `ends.largest` finds for each system (bench/paper_tables.py runs the search; it takes a minute).
 FOUND = {

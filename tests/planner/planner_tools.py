@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from unwall.plan import Plan
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job, Workload, make_job
 from unwall.planner.outline import Outline, outline_of
+from unwall.plans import Plan
 
 MACHINE = Hardware(
     name="box", devices_per_node=1, device_bytes=1 << 30, host_bytes=4 << 30, disk_bytes=1 << 36, host_to_device_bytes_per_s=1e9,

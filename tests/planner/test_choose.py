@@ -7,7 +7,6 @@ import torch
 from planner_tools import MACHINE, decoder
 
 import unwall
-from unwall.plan import Plan, PlanError
 from unwall.planner import public
 from unwall.planner.choose import choose
 from unwall.planner.description import from_shape
@@ -15,6 +14,7 @@ from unwall.planner.hardware import load
 from unwall.planner.outline import skeleton
 from unwall.planner.public import plan as plan_for
 from unwall.planner.report import to_dict
+from unwall.plans import Plan, PlanError
 
 MIB = 1 << 20
 
@@ -169,7 +169,7 @@ def test_the_engine_takes_the_plan():
 
 
 def test_the_public_function_and_the_module_of_the_same_name():
-    from unwall.plan import Plan as Again
+    from unwall.plans import Plan as Again
 
     assert Again is unwall.Plan
     found = unwall.plan("4x256", hardware=MACHINE, batch=2, seq=64)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from planner_tools import Decoder, decoder
 
-from unwall.plan import Plan
 from unwall.planner.configs import from_config
 from unwall.planner.description import Description, from_shape
 from unwall.planner.outline import outline_of, passes_of, skeleton
+from unwall.plans import Plan
 from unwall.shards.build import plan_groups
 
 LLAMA = {

@@ -7,13 +7,13 @@ import pytest
 import torch
 from planner_tools import MACHINE, job
 
-from unwall.plan import Plan
 from unwall.planner.description import from_shape
 from unwall.planner.memory import ACTIVATIONS, SHADOWS, terms_of
 from unwall.planner.outline import skeleton
 from unwall.planner.pace import COMPUTE, FETCH, UPDATE, pace_of
 from unwall.planner.predict import kept_share, predict, work_of
 from unwall.planner.simulation.run import Simulation
+from unwall.plans import Plan
 from unwall.shards.placement import device_bytes_of, disk_bytes_of, host_bytes_of, host_working_bytes, working_bytes
 from unwall.tiers.ledger import BudgetError
 

@@ -6,10 +6,10 @@ from planner_tools import MACHINE, Decoder
 from torch.utils.checkpoint import checkpoint
 
 import unwall
-from unwall.plan import Plan
 from unwall.planner.job import Workload, make_job
 from unwall.planner.outline import outline_of
 from unwall.planner.predict import predict
+from unwall.plans import Plan
 
 HOST, DISK = {"params": "host", "optimizer": "host"}, {"params": "disk", "grads": "disk", "optimizer": "disk"}
 WITHIN = 0.05

@@ -7,11 +7,11 @@ from torch.utils.checkpoint import checkpoint
 
 import unwall
 from unwall.api import engine
-from unwall.plan import Plan
 from unwall.planner.job import Workload, make_job
 from unwall.planner.outline import outline_of
 from unwall.planner.pace import pace_of
 from unwall.planner.simulation.run import STEPS, Simulation
+from unwall.plans import Plan
 
 HOST = {"params": "host", "optimizer": "host"}
 

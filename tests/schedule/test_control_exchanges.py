@@ -10,7 +10,7 @@ from reference import ON_DEVICE, seeded, shard_tight, unwall_adamw
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.schedule.script import Book
 
 WIDTH, LAYERS = 64, 8

@@ -14,7 +14,7 @@ from ranks import rank_and_world
 from reference import seeded, shard_tight, unwall_adamw, vectors
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.shards.control import Control, DivergedError
 
 FP32 = Plan(compute_dtype=torch.float32)

@@ -12,7 +12,7 @@ from reference import Case, check_parity, seeded, unwall_adamw, vectors
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.schedule.script import Book
 from unwall.shards.control import Control
 

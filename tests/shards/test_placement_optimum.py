@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 from unwall.shards.placement import (
     CHUNK_ELEMENTS,
     CHUNKS_IN_FLIGHT,

@@ -6,7 +6,7 @@ from torch import nn
 
 import unwall
 from unwall.optim.rule import Span
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.shards.states import (
     GRAD,
     GROUP,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unwall.deepspeed.keys import OBJECT, RULES, SECTIONS, ZERO, KeyPath, Outcome
-from unwall.plan import PlanError
+from unwall.plans import PlanError
 
 
 @dataclass(frozen=True)

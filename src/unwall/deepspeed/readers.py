@@ -7,7 +7,7 @@ import torch
 
 from unwall.deepspeed.account import Account, path_of
 from unwall.deepspeed.keys import DTYPES, OPTIM, PARAM, RULES, ZERO_SECTION, KeyPath, Outcome
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 
 def read_stage(account: Account) -> int:

@@ -20,7 +20,7 @@ from unwall.deepspeed.readers import (
     read_reduction,
     read_stage,
 )
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 _TO_DO = (Outcome.UNKNOWN, Outcome.MISSING, Outcome.OPTIMIZER, Outcome.SCRIPT)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from unwall.plan import Plan
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job, Keeping, Workload, make_job
 from unwall.planner.memory import ACTIVATIONS, Terms, terms_of
 from unwall.planner.outline import Outline
+from unwall.plans import Plan
 from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes

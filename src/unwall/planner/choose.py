@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 
-from unwall.plan import Plan, PlanError
 from unwall.planner.candidates import Allowance, Candidate, Short, allowance_of, build, candidates, device_room, shortage
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Keeping, Workload
@@ -14,6 +13,7 @@ from unwall.planner.outline import Outline
 from unwall.planner.pace import dtype_name
 from unwall.planner.predict import Prediction
 from unwall.planner.search import Search, Tried, Verdict
+from unwall.plans import Plan, PlanError
 from unwall.tiers.sizes import format_bytes
 
 Objective = Literal["speed", "memory"]

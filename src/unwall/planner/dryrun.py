@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from unwall.optim.adamw import AdamW
-from unwall.plan import Plan
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.outline import Outline
+from unwall.plans import Plan
 from unwall.runtime.assemble import assemble
 from unwall.shards import collectives
 from unwall.shards.build import Room

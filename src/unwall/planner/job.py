@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from unwall.plan import Plan
 from unwall.planner.outline import Outline, Stretch
+from unwall.plans import Plan
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
 from unwall.shards.build import plan_groups, sizes_of
 from unwall.shards.grouping import Unit

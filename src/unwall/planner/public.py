@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unwall.plan import PlanError
 from unwall.planner.choose import ChosenPlan, Objective, choose
 from unwall.planner.description import Description
 from unwall.planner.hardware import Hardware, load
 from unwall.planner.outline import Outline
 from unwall.planner.probe import Progress, probe
 from unwall.planner.read import read_model
+from unwall.plans import PlanError
 from unwall.tiers.sizes import parse_bytes
 
 NOT_GIVEN = "disk"

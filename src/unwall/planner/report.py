@@ -45,7 +45,7 @@ def code(plan: ChosenPlan) -> str:
 
 def plan_fields(plan: ChosenPlan) -> dict[str, Any]:
     """What differs from ``Plan()``, as JSON can hold it."""
-    from unwall.plan import Plan
+    from unwall.plans import Plan
 
     plain, default = plan.to_plan(), Plan()
     found = {}

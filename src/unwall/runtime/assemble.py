@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
 from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of

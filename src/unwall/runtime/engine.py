@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from unwall.native.library import DiskError
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.runtime.backward import Backward
 from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.failures import FailureDomain

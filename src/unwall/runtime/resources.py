@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.shards.build import Room
 from unwall.shards.placement import CHUNKS_IN_FLIGHT, Home, Sizes, chunk_bytes, chunk_elements, ring_slot_bytes
 from unwall.tiers.device import DeviceTier

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group

@@ -10,7 +10,7 @@ gradients of all groups first, then to optimizer state, and the device takes who
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import ALIGNMENT, align_up
 

@@ -17,7 +17,7 @@ from offload import DISK, Setup, backward, build, differing, outcome, over_budge
 
 import unwall
 from unwall.native.disk import DiskEngine
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 STEPS = 2
 PLACEMENTS = {

@@ -7,7 +7,7 @@ from torch import nn
 
 import unwall
 from unwall.optim.updates import drain
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 DEVICE = {"params": "device", "optimizer": "device"}
 HOST = {"params": "host", "optimizer": "host"}

@@ -6,7 +6,7 @@ from ranks import rank_and_world
 from torch import nn
 
 import unwall
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 PLACEMENTS = [
     {"params": "device", "optimizer": "device"},

@@ -11,7 +11,7 @@ from reference import FP32, ON_DEVICE, assert_equal, mse, seeded, unwall_adamw, 
 from torch import nn
 
 import unwall
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 REFUSED = (ValueError, RuntimeError)
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 STAGES = (0, 1, 2, 3)
 WORLDS = (1, 2, 4)

@@ -1,4 +1,4 @@
-"""Fixtures of the engine tests."""
+"""Fixtures of all tests that train something."""
 
 from collections.abc import Callable, Iterator
 

@@ -22,7 +22,7 @@ from reference import (
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 VOCABULARY, WIDTH = 32, 16
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -10,7 +10,7 @@ from ranks import rank_and_world
 from torch import nn
 
 import unwall
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 from unwall.runtime import resources
 from unwall.shards import placement
 

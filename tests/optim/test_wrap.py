@@ -28,7 +28,7 @@ from reference import FP32, Case, assert_close, draw, mse, plain_iteration, seed
 from torch import nn
 
 import unwall
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 SPILLED = {"params": "host", "optimizer": "disk"}
 MIXED_HOMES = {"params": "disk", "grads": "disk", "optimizer": "host"}

@@ -1,4 +1,4 @@
-"""The engine on an accelerator. Run on a GPU machine: ``PYTHONPATH=src python3 -m pytest tests/engine/test_gpu.py -m gpu``."""
+"""The engine on an accelerator. Run on a GPU machine: ``PYTHONPATH=src python3 -m pytest tests/runtime/test_gpu.py -m gpu``."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 

@@ -11,7 +11,7 @@ from torch import nn
 import unwall
 from unwall.native.disk import DiskEngine
 from unwall.optim import policy
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 
 @pytest.fixture(autouse=True)

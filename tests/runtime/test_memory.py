@@ -9,7 +9,7 @@ from reference import ON_DEVICE, resident_bytes, seeded, shard_tight, unwall_ada
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.shards.gradient import Gradient
 
 WIDTH, LAYERS = 512, 16

@@ -19,7 +19,7 @@ from offload import (
 )
 
 import unwall
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 BLOCKS, BIG = 16, 256
 

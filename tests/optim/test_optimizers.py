@@ -27,7 +27,7 @@ from reference import (
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 CASE = Case(build=NestedNet)
 TIED = Case(build=TiedNet, batch=tokens, loss=token_loss)

@@ -22,7 +22,7 @@ from reference import (
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 # With one rank a shard is the whole and nothing streams. With two, the smallest budget makes groups come and go.
 WORLDS = pytest.mark.parametrize(("world", "tight"), [(1, False), (2, True)], ids=["one-rank", "two-ranks"])

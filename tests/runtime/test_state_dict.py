@@ -22,7 +22,7 @@ from reference import (
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
 CASE = Case(build=NestedNet)

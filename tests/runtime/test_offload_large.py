@@ -23,7 +23,7 @@ from offload import (
 )
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 SETUP = Setup(clip=0.5, passes=2)
 

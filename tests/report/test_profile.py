@@ -7,7 +7,7 @@ from ranks import rank_and_world
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 
 def train(model, optimizer, steps=2):

@@ -10,7 +10,7 @@ from offload import DEVICE, DISK, HOST, differing, outcome, over_budget, smalles
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.schedule import executor
 
 WIDTH, EXPERTS = 64, 12

@@ -18,7 +18,7 @@ from ranks import RankPool, rank_and_world
 from torch import Tensor, nn
 
 import unwall
-from unwall.plan import Plan, PlanError
+from unwall.plans import Plan, PlanError
 
 FP32 = Plan(stage=3, compute_dtype=torch.float32)
 ON_DEVICE = {"params": "device", "grads": "device", "optimizer": "device"}

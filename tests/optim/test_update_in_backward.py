@@ -4,7 +4,7 @@ import pytest
 from early_tools import HOST, backward, build, same, start, steps
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

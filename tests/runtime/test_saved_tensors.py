@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.runtime import saved
 
 WIDTH = 32

@@ -14,7 +14,7 @@ from offload import DISK, HOST
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 from unwall.tiers.workers import shared_pool
 
 ALONE_S = 1.5

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 
 def build():

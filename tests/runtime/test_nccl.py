@@ -9,7 +9,7 @@ from ranks import RankPool, rank_and_world
 from torch import nn
 
 import unwall
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import unwall
 from unwall.optim.updates import drain
-from unwall.plan import Plan
+from unwall.plans import Plan
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
