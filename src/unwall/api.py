@@ -25,6 +25,7 @@ from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
 from unwall.shards.build import smallest
 from unwall.shards.collectives import Ranks
+from unwall.shards.local import is_distributed
 from unwall.tiers.device import DeviceTier, default_device
 from unwall.tiers.host import available_bytes, local_ranks
 
@@ -176,6 +177,10 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex():
             raise ValueError(f"parameter {name} is complex, which no optimizer here updates: hold it as view_as_real")
+        if is_distributed(param):
+            raise ValueError(
+                f"parameter {name} is a DTensor: tensor parallelism is not built yet, shard the model without it"
+            )
         if engine_of(param) is not None:
             raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
         places.setdefault(param.device, name)

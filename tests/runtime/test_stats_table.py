@@ -26,6 +26,7 @@ def made_up(**changed):
         },
         "collectives": {"all_gather": CollectiveStats(1234567), "reduce_scatter": CollectiveStats(0)},
         "trace_mismatches": 2,
+        "control_exchanges": 8,
         "steps": 4,
         "speculated": Speculated(committed=31, missed=1),
         "_engine": None,
@@ -54,7 +55,8 @@ optimizer steps                              4
 written to disk per step               1.0 GiB
 updates ahead of the step: used             31
 updates ahead of the step: done again        1
-trace mismatches                             2"""
+trace mismatches                             2
+control exchanges                            8"""
 
 
 def test_the_table_of_made_up_numbers():

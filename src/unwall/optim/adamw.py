@@ -89,12 +89,14 @@ class AdamW(ShardedOptimizer):
         if self._early.in_place:
             if engine.ranks.size > 1:
                 return  # ranks in another order may add to this sum until backward ends
+            if not all(group.layout.slots[slot].whole for slot in slots):
+                return  # the other parts of a parameter are of the same step
             settle(group)
             runs = self._runs(group, slots, self._numbers())
             factor = Factor(1.0, None)
             work = host_work(self.rule, engine, group, stores_of(group, self.rule, self.own), runs, factor)
             group.pending.update = self._queue(engine, group, runs, factor, work)
-            self._count(group, slots)
+            self._count_params([(engine, index, slots)])
             self._early.applied[id(engine), index] = runs
             return
         if not self.rule.runs_ahead(group.layout.dtype) or not self._early.wanted():
@@ -131,13 +133,7 @@ class AdamW(ShardedOptimizer):
         return [self._runs(engine.groups[index], slots, numbers) for engine, index, slots in held]
 
     def _count_step(self, held: list[Held]) -> None:
-        for engine, index, slots in held:
-            self._count(engine.groups[index], slots)
-
-    def _count(self, group: Group, slots: set[int]) -> None:
-        for slot in slots:
-            state = self.state[group.params[slot]]
-            state["step"] = state.get("step", 0) + 1
+        self._count_params(held)
 
     def _queue(self, engine: Engine, group: Group, runs: list[Run], factor: Factor, work: Callable[[], None]) -> HostUpdate:
         return self._early.commit_or(engine, group, runs, factor, work)

@@ -167,7 +167,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The states of every parameter that is trained, now, so that memory cannot be missing later."""
         for param in self._params():
             if param.requires_grad:
-                make_states(self.place(param)[1], self.rule, self.own)
+                for _, group, _ in self.places(param):
+                    make_states(group, self.rule, self.own)
 
     def _load_options(self, state_dict: dict[str, Any]) -> None:
         """Takes param groups and loss scale from a state dict. Leaves the states as they are."""
@@ -177,6 +178,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
 
+    def _count_params(self, held: list[Held]) -> None:
+        """One more step of every parameter that is updated, in however many slots it lies."""
+        for param in {engine.groups[index].params[slot] for engine, index, slots in held for slot in slots}:
+            self.state[param]["step"] = self.state[param].get("step", 0) + 1
+
     def _nothing_to_update(self) -> None:
         """A step without gradients."""
 
@@ -185,11 +191,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
         return list(found.values())
 
-    def place(self, param: nn.Parameter) -> Found:
+    def places(self, param: nn.Parameter) -> list[Found]:
+        """Where a parameter lies: one slot of one group or, cut into ranges, several."""
         engine = engine_of(param)
         assert engine is not None
-        index, slot = engine.places[id(param)][0]
-        return engine, engine.groups[index], slot
+        return [(engine, engine.groups[place.group], place.slot) for place in engine.places[id(param)]]
 
     def _params(self) -> Iterator[nn.Parameter]:
         for group in self.param_groups:
@@ -199,10 +205,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Groups with gradients of this optimizer's parameters, and which slots those are."""
         mine: dict[tuple[int, int], tuple[Engine, set[int]]] = {}
         for param in self._params():
-            engine, group, slot = self.place(param)
-            gradient = engine.gradients[group.index]
-            if slot in gradient.present or slot in gradient.pending:
-                mine.setdefault((id(engine), group.index), (engine, set()))[1].add(slot)
+            for engine, group, slot in self.places(param):
+                gradient = engine.gradients[group.index]
+                if slot in gradient.present or slot in gradient.pending:
+                    mine.setdefault((id(engine), group.index), (engine, set()))[1].add(slot)
         for (_, index), (engine, slots) in sorted(mine.items(), key=lambda item: item[0][1]):
             yield engine, index, slots
 

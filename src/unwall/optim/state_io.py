@@ -25,8 +25,8 @@ def _by_group(optimizer: ShardedOptimizer) -> Iterator[tuple[Engine, Group, list
     """The groups that hold this optimizer's parameters, in the order of the parameters."""
     found: dict[int, tuple[Engine, Group, list[_Member]]] = {}
     for number, param in enumerate(optimizer._params()):
-        engine, group, slot = optimizer.place(param)
-        found.setdefault(id(group), (engine, group, []))[2].append(_Member(number, param, slot))
+        for engine, group, slot in optimizer.places(param):
+            found.setdefault(id(group), (engine, group, []))[2].append(_Member(number, param, slot))
     yield from found.values()
 
 
@@ -39,19 +39,19 @@ def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
         stepped = [member for member in members if "step" in optimizer.state.get(member.param, {})]
         if not stepped:
             continue
-        entries: dict[int, dict[str, Any]] = {
-            number: {"step": torch.tensor(float(optimizer.state[param]["step"]))} for number, param, _ in stepped
-        }
+        for number, param, _ in stepped:
+            found.setdefault(number, {"step": torch.tensor(float(optimizer.state[param]["step"]))})
         for key, store in optimizer.own.stores(group, optimizer.rule.specs(group)).items():
             whole = whole_run(engine, group, store.tensor(write=False))
             for number, _, slot in stepped:
                 if whole is not None:
                     place = group.layout.slots[slot]
-                    entries[number][key.name] = whole[place.offset : place.end].view(place.shape).clone()
+                    if key.name not in found[number]:
+                        found[number][key.name] = torch.empty(place.shape, dtype=whole.dtype)
+                    place.range_of(found[number][key.name].view(-1)).copy_(whole[place.offset : place.end])
             store.go_back()  # one state of one group is out at a time
-        if engine.ranks.rank == 0:
-            found.update(entries)
-    return {number: found[number] for number in sorted(found)}
+    ranks = {engine.ranks.rank for engine in optimizer.engines()}
+    return {number: found[number] for number in sorted(found)} if ranks == {0} else {}
 
 
 def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -90,6 +90,7 @@ def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, A
 
     ``strict``: a state of the rule that is missing is an error. Otherwise it begins anew, as for parameters that are not there.
     """
+    left: list[_Member] = []
     for _, group, members in _by_group(optimizer):
         touched = [member for member in members if member.number in states or "step" in optimizer.state.get(member.param, {})]
         if not touched:
@@ -107,11 +108,12 @@ def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, A
             for number, _, slot in touched:
                 put_whole_state(group, slot, target, states.get(number, {}).get(spec.name, spec.initial))
             store.go_back()
-        for number, param, _ in touched:
-            if number in states:
-                optimizer.state[param]["step"] = int(states[number]["step"])
-            else:
-                optimizer.state.pop(param)
+        left += touched
+    for number, param, _ in left:
+        if number in states:
+            optimizer.state[param]["step"] = int(states[number]["step"])
+        else:
+            optimizer.state.pop(param, None)
 
 
 def put_whole_state(group: Group, slot: int, target: torch.Tensor, value: torch.Tensor | float) -> None:

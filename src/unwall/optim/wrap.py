@@ -69,16 +69,16 @@ class Wrapped(ShardedOptimizer):
             self._past[param] = self._begin[param] = _shared(pasts, {k: v for k, v in made.items() if k not in stored}, stored)
             for name in stored:
                 if bool((made[name] != rounded_to(made[name], kept[name].initial)).any()):
-                    _, group, slot = self.place(param)
-                    spec = next(spec for spec in self.rule.specs(group) if spec.name == name)
-                    store = self.own.stores(group, [spec])[spec.key(self.own.owner)]
-                    put_whole_state(group, slot, store.tensor(), made[name])
+                    for _, group, slot in self.places(param):
+                        spec = next(spec for spec in self.rule.specs(group) if spec.name == name)
+                        store = self.own.stores(group, [spec])[spec.key(self.own.owner)]
+                        put_whole_state(group, slot, store.tensor(), made[name])
         for engine in self.engines():
             engine.groups[0].pending.staging.close()
 
     def _make_room(self) -> None:
         for engine in self.engines():
-            places = [self.place(param) for param in self._params() if param.requires_grad]
+            places = [place for param in self._params() if param.requires_grad for place in self.places(param)]
             groups = [group for owner, group, _ in places if owner is engine]
             make_room(engine, groups, self.rule, self.own, type(self.inner).__name__)
         self._make_states()
@@ -126,10 +126,7 @@ class Wrapped(ShardedOptimizer):
     def _count_step(self, held: list[Held]) -> None:
         self._shell, pasts = self._next
         self._past.update(pasts)
-        for engine, index, slots in held:
-            for slot in slots:
-                state = self.state[engine.groups[index].params[slot]]
-                state["step"] = state.get("step", 0) + 1
+        self._count_params(held)
 
     # -- states -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
 from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
 from unwall.shards.collectives import Ranks
+from unwall.shards.grouping import Cuts, uncut
 from unwall.shards.placement import Home, Sizes
 from unwall.tiers.tiers import Tiers
 
@@ -22,13 +23,14 @@ def assemble(
     room: Room,
     make_tiers: Callable[[list[Sizes], list[Home]], Tiers],
     whole_value: Callable[[nn.Parameter], torch.Tensor | None],
+    cuts: Cuts = uncut,
 ) -> Engine:
     """Shards a model in place. PlanError, before anything is allocated, where the plan does not fit ``room``.
 
     ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
-    where there is none yet.
+    where there is none yet. ``cuts`` says which parameters lie in several slots.
     """
-    planned = plan_groups(model, plan, ranks.size)
+    planned = plan_groups(model, plan, ranks.size, cuts)
     homes = choose_homes(planned, plan, ranks.size, room)
     tiers = make_tiers(sizes_of(planned, plan, ranks.size), homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))

@@ -69,6 +69,11 @@ class Forward:
             self.saved.cover()
         frame = self._frames[-1] if self._frames else None
         places = self._places[id(param)]
+        if len(places) > 1:
+            slot = self._executor.groups[places[0].group].layout.slots[places[0].slot]
+            raise RuntimeError(
+                f"{slot.name} lies in {len(places)} slots and is never whole on the device: only a tiled operator can read it"
+            )
         for place in places:
             if frame is None:
                 self._backward.reading(place.group)

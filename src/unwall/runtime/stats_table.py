@@ -66,6 +66,7 @@ def _counters(stats: "Stats") -> list[Row]:
         ("updates ahead of the step: used", f"{ahead.committed:,}"),
         ("updates ahead of the step: done again", f"{ahead.missed:,}"),
         ("trace mismatches", f"{stats.trace_mismatches:,}"),
+        ("control exchanges", f"{stats.control_exchanges:,}"),
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from unwall.runtime.engine import Engine
+from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
 from unwall.shards.master import read_master, rounded, write_master
 
@@ -41,34 +42,58 @@ class WholeParams:
 
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """The parameter as it was given to ``shard``: same shape and dtype. None on ranks that get nothing."""
-        index, slot = self._engine.places[id(param)][0]
-        group = self._engine.groups[index]
-        place = group.layout.slots[slot]
+        places = self._engine.places[id(param)]
+        whole: torch.Tensor | None = None
+        for place in places:
+            group = self._engine.groups[place.group]
+            slot, part = group.layout.slots[place.slot], self._part(place)
+            if part is None:
+                continue
+            if slot.whole:
+                return part.view(slot.shape).to(part.device, group.dtypes[place.slot], copy=True)
+            if whole is None:
+                whole = torch.empty(slot.shape, dtype=group.dtypes[place.slot], device=part.device)
+            slot.range_of(whole.view(-1)).copy_(part)
+        return whole
+
+    def _part(self, place: Place) -> torch.Tensor | None:
+        """What lies in a slot, flat and in full precision, where it is needed."""
+        group = self._engine.groups[place.group]
+        slot = group.layout.slots[place.slot]
         device = self._engine.device.device if self._everywhere else None
         if group.own_numel == group.layout.padded_numel:
             self._engine.executor.together()
             if device is None and self._engine.ranks.rank > 0:
                 return None
-            value = read_master(group, device, place.offset, place.end).detach()
-            return value.view(place.shape).to(device or "cpu", group.dtypes[slot], copy=True)
-        if self._held != (index, self._engine.version):
+            return read_master(group, device, slot.offset, slot.end).detach().to(device or "cpu")
+        if self._held != (place.group, self._engine.version):
             self._engine.executor.together()
             owned = read_master(group, device)
             self._whole = whole_run(self._engine, group, owned, self._everywhere)
-            self._held = (index, self._engine.version)
-        if self._whole is None:
-            return None
-        return self._whole[place.offset : place.end].view(place.shape).to(group.dtypes[slot], copy=True)
+            self._held = (place.group, self._engine.version)
+        return None if self._whole is None else self._whole[slot.offset : slot.end]
 
 
 def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
-    """Takes a whole value (the same on every rank) into the shards. What was gathered of the group is out of date then."""
-    index, slot = engine.places[id(param)][0]
-    group = engine.groups[index]
+    """Takes a whole value (the same on every rank) into the shards. What was gathered of its groups is out of date then."""
     engine.version += 1
+    for place in engine.places[id(param)]:
+        _put_part(engine, place, value)
+
+
+def show_again(engine: Engine, param: nn.Parameter) -> None:
+    """A parameter that was lent shows what its group's residence says."""
+    for place in engine.places[id(param)]:
+        engine.groups[place.group].show(place.slot)
+
+
+def _put_part(engine: Engine, place: Place, value: torch.Tensor) -> None:
+    group, slot = engine.groups[place.group], place.slot
     with torch.no_grad():
         if group.flat_is_home:
-            group.view_of(slot).copy_(rounded(value, group.layout.dtype))
+            target = group.layout.slots[slot]
+            part = rounded(target.range_of(value.reshape(-1)), group.layout.dtype)
+            group.view_of(slot).copy_(part.view(target.view_shape))
         for segment in group.owned_segments():
             if segment.slot == slot:
                 piece = value.reshape(-1)[segment.start : segment.start + segment.numel]
@@ -106,8 +131,7 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
     finally:
         for param in lent:
             engine.lent.discard(id(param))
-            index, slot = engine.places[id(param)][0]
-            engine.groups[index].show(slot)
+            show_again(engine, param)
 
 
 class StateDictHooks:
@@ -154,5 +178,4 @@ class StateDictHooks:
                 continue
             self._engine.loading.discard(id(param))
             put_whole(self._engine, param, param.data)
-            index, slot = self._engine.places[id(param)][0]
-            self._engine.groups[index].show(slot)
+            show_again(self._engine, param)

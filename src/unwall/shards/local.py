@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
+def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. Its class is imported only where there is one: that takes as long as the rest of unwall."""
     return type(tensor) is not torch.Tensor and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a parameter, its shape and its storage."""
-    if not _is_distributed(tensor):
+    if not is_distributed(tensor):
         return tensor
     part = tensor._local_tensor  # type: ignore[attr-defined]
     assert isinstance(part, torch.Tensor)
@@ -24,7 +24,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def show(param: nn.Parameter, view: torch.Tensor) -> None:
     """The parameter's local part becomes ``view``. The ``nn.Parameter`` object stays; setting ``.data`` of a DTensor would be
     silently ignored."""
-    if _is_distributed(param):
+    if is_distributed(param):
         param._local_tensor = view  # type: ignore[attr-defined]
     else:
         param.data = view
@@ -33,7 +33,7 @@ def show(param: nn.Parameter, view: torch.Tensor) -> None:
 def local_gradient(param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
     """This rank's part of a gradient that autograd finished, laid out as the parameter is: a norm's gradient arrives as a sum
     that is still open, an embedding's as a whole."""
-    if _is_distributed(param):
+    if is_distributed(param):
         placed: torch.Tensor = grad.redistribute(param.device_mesh, param.placements).to_local()  # type: ignore[attr-defined]
         return placed
-    return grad.full_tensor() if _is_distributed(grad) else grad  # type: ignore[attr-defined]
+    return grad.full_tensor() if is_distributed(grad) else grad  # type: ignore[attr-defined]
