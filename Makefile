@@ -3,18 +3,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard src/unwall/native/cpp/*)
 SANITIZER_TESTS ?= tests/native tests/tiers
+WORKERS ?= 2
 
-.PHONY: demo test drills check native sanitize bench-native clean system
+.PHONY: demo test drills clocks check native sanitize bench-native clean system
 
 demo: .venv/ready
 	$(BIN)/unwall demo
 
 test: check
-	$(BIN)/python -m pytest -m "not drill"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not drill and not clock"
 
 # The long tests: minutes, at most half an hour.
 drills: .venv/ready
-	$(BIN)/python -m pytest -m drill
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "drill and not clock"
+
+# Tests with a clock in their assertions, for a machine that does nothing else.
+clocks: .venv/ready
+	$(BIN)/python -m pytest -m clock
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import unwall
 
 LAYERS = ["svg", "native", "tiers", "plans", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
@@ -42,10 +44,21 @@ def test_layers_import_downward_only():
     assert not wrong, wrong
 
 
+def run(code: str) -> str:
+    return subprocess.check_output([sys.executable, "-c", code], text=True)
+
+
 def test_import_is_light_and_leaves_the_accelerator_alone():
-    code = (
-        "import time, torch; start = time.perf_counter(); import unwall; "
-        "assert not torch.cuda.is_initialized(); print(time.perf_counter() - start)"
-    )
-    seconds = float(subprocess.check_output([sys.executable, "-c", code], text=True))
-    assert seconds < 1.0
+    """Nothing that training does not need is imported."""
+    names = run(
+        "import sys, torch; before = set(sys.modules); import unwall; "
+        "assert not torch.cuda.is_initialized(); print(*sorted(set(sys.modules) - before))"
+    ).split()
+    heavy = ("unwall.planner", "unwall.cli", "transformers", "torch._dynamo", "torch.distributed.tensor", "triton", "rich")
+    assert [name for name in names if name.startswith(heavy)] == []
+
+
+@pytest.mark.clock
+def test_import_takes_little_time():
+    code = "import time, torch; start = time.perf_counter(); import unwall; print(time.perf_counter() - start)"
+    assert float(run(code)) < 1.0

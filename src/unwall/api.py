@@ -178,9 +178,7 @@ def _check_model(model: nn.Module) -> None:
         if param.is_complex():
             raise ValueError(f"parameter {name} is complex, which no optimizer here updates: hold it as view_as_real")
         if is_distributed(param):
-            raise ValueError(
-                f"parameter {name} is a DTensor: tensor parallelism is not built yet, shard the model without it"
-            )
+            raise ValueError(f"parameter {name} is a DTensor: tensor parallelism is not built yet, shard the model without it")
         if engine_of(param) is not None:
             raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
         places.setdefault(param.device, name)

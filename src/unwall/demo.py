@@ -12,7 +12,7 @@ import unwall
 from unwall.tiers.sizes import format_bytes
 
 
-class Block(nn.Module):
+class DemoBlock(nn.Module):
     """One transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -38,7 +38,7 @@ class ByteModel(nn.Module):
         super().__init__()
         self.context = context
         self.embed, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(DemoBlock(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -189,6 +189,7 @@ def test_space_is_reserved_at_open(file, tmp_path):
 # ---- waiting, order, back-pressure ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.clock
 def test_wait_for_one_ticket_not_for_all(engine, file):
     engine.throttle("write", 512 * KIB)
     slow = write(file, 0, bytes(512 * KIB))
@@ -200,6 +201,7 @@ def test_wait_for_one_ticket_not_for_all(engine, file):
     assert 0.9 < time.monotonic() - start < 5
 
 
+@pytest.mark.clock
 def test_throttle_holds_and_ends(engine, file):
     engine.throttle("read", 2 * MIB)
     start = time.monotonic()

@@ -316,6 +316,7 @@ def test_python_goes_on_while_a_thread_waits(pool):
 # ---- throttle --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.clock
 def test_throttle_limits_jobs_one_by_one_and_together(pool):
     n = 10 * CHUNK
     source, target = torch.zeros(n), torch.empty(n)

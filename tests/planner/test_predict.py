@@ -166,6 +166,7 @@ def test_the_bound_holds_for_every_plan():
                 assert predicted.step_s >= 0.999 * predicted.bound.step_s, plan
 
 
+@pytest.mark.clock
 def test_70b_is_predicted_in_seconds():
     begin = time.perf_counter()
     predict(job(Plan(device_bytes="40GiB"), 8, skeleton(from_shape("80x8192")), batch=4, seq=2048), MACHINE_8)

@@ -144,6 +144,7 @@ CASES = {
 }
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_takes_as_long_as_its_slowest_part(case, tmp_path, record_property):
     placement, slowed = CASES[case]

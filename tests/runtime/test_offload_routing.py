@@ -65,6 +65,7 @@ def test_random_routing_gives_the_same_bits(placement, small_device, tmp_path):
     assert unwall.stats(model).trace_mismatches > 4  # the order did change
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("placement", [HOST, DISK], ids=["host", "disk"])
 def test_random_routing_is_not_slower_than_fetching_on_demand(placement, tmp_path, monkeypatch):
     """Interleaved rounds of one model, with and without fetching ahead, on a slow link: the medians are compared."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from unwall.optim.disk_update import DiskUpdate, Parts
+from unwall.optim.disk_update import DiskUpdate, StateParts
 from unwall.optim.rule import UpdateRule, finish_updates, spans_of
 from unwall.optim.speculation import Speculation, Wanted
 from unwall.optim.updates import Factor
@@ -34,7 +34,7 @@ def _in_memory(engine: Engine, group: Group, rule: UpdateRule, speculation: Spec
 def _through_disk(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The same for a group with states on disk."""
     gradient = engine.gradients[group.index]
-    parts = Parts(speculation.stores, gradient.source, speculation.shadow.blocks)
+    parts = StateParts(speculation.stores, gradient.source, speculation.shadow.blocks)
     name, factor = f"{group.name}, ahead", Factor(1.0, None)
     update = DiskUpdate(name, rule, parts, speculation.runs, engine.tiers, gradient.landing, factor)
 

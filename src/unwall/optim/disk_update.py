@@ -30,7 +30,7 @@ from unwall.tiers.tiers import Tiers
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """One state, where it lived when the update was asked for. An update must not ask the store, which would wait for it."""
 
     block: Block
@@ -38,11 +38,11 @@ class Part:
     label: str
 
     @staticmethod
-    def of(store: Store) -> "Part":
-        return Part(store.block, store.dtype, store.label)
+    def of(store: Store) -> "StatePart":
+        return StatePart(store.block, store.dtype, store.label)
 
 
-class Parts:
+class StateParts:
     """What an update reads and writes, each where it lives: ``states`` (the parameters as ``PARAM``) and the gradient.
 
     ``targets``: where the new states go, if not to where the old ones are: the same tiers, other blocks.
@@ -51,8 +51,8 @@ class Parts:
     def __init__(
         self, states: dict[StateKey, Store], grad: Store | torch.Tensor, targets: dict[StateKey, Block] | None = None
     ) -> None:
-        self.states = {key: Part.of(store) for key, store in states.items()}
-        self.grad = grad if isinstance(grad, torch.Tensor) else Part.of(grad)
+        self.states = {key: StatePart.of(store) for key, store in states.items()}
+        self.grad = grad if isinstance(grad, torch.Tensor) else StatePart.of(grad)
         self.targets = targets
         self.numel = states[PARAM].numel
         self.written = {key: part for key, part in self.states.items() if isinstance(part.block, DiskBlock)}
@@ -85,7 +85,7 @@ class DiskUpdate:
         self,
         name: str,
         rule: UpdateRule,
-        parts: Parts,
+        parts: StateParts,
         runs: Sequence[Run],
         tiers: Tiers,
         landing: Ticket | None,
@@ -205,7 +205,7 @@ class DiskUpdate:
         chunk.slot = None
 
     def _request(
-        self, op: str, chunk: _Chunk, key: StateKey, part: Part, block: Block, after: Sequence[NativeTicket]
+        self, op: str, chunk: _Chunk, key: StateKey, part: StatePart, block: Block, after: Sequence[NativeTicket]
     ) -> list[NativeTicket]:
         assert isinstance(block, DiskBlock)
         assert chunk.slot is not None
@@ -236,7 +236,7 @@ class DiskUpdate:
         return Span.of(views, run.key)
 
 
-def _places(parts: Parts, elements: int) -> dict[StateKey, int]:
+def _places(parts: StateParts, elements: int) -> dict[StateKey, int]:
     """Where in a slot each state lies."""
     found, offset = {}, 0
     for key, part in parts.read.items():

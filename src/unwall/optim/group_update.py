@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unwall.optim.disk_update import DiskUpdate, Parts
+from unwall.optim.disk_update import DiskUpdate, StateParts
 from unwall.optim.own_states import OwnStates
 from unwall.optim.rule import Span, UpdateRule, finish_updates, spans_of
 from unwall.optim.runs import Run
@@ -58,7 +58,9 @@ def host_work(
     """The update of a group on the host, in place, for the thread that updates."""
     gradient = engine.gradients[group.index]
     if group.home.on_disk:
-        return DiskUpdate(group.name, rule, Parts(stores, gradient.source), runs, engine.tiers, gradient.landing, factor).work
+        return DiskUpdate(
+            group.name, rule, StateParts(stores, gradient.source), runs, engine.tiers, gradient.landing, factor
+        ).work
     spans, landing = spans_in_memory(engine, group, stores, runs), gradient.landing
     meter, label = engine.tiers.updates, group.name
 

@@ -51,7 +51,7 @@ class InnerStep:
     past: Past
 
 
-class Piece:
+class InnerPiece:
     """What an inner optimizer steps on: a flat parameter, its gradient, and the states it begins with."""
 
     def __init__(self, step: InnerStep, values: torch.Tensor, grad: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
@@ -78,7 +78,7 @@ def bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return made
 
 
-def take_step(pieces: Sequence[Piece]) -> torch.optim.Optimizer:
+def take_step(pieces: Sequence[InnerPiece]) -> torch.optim.Optimizer:
     """One step over pieces, all of the same step of the same optimizer. Gives that optimizer back as it is afterwards."""
     shell = bare(pieces[0].step.shell)
     members: dict[InnerStep, list[nn.Parameter]] = {}
@@ -97,17 +97,17 @@ def take_step(pieces: Sequence[Piece]) -> torch.optim.Optimizer:
     return shell
 
 
-def probe(step: InnerStep, device: torch.device, dtype: torch.dtype, states: Sequence[StateSpec]) -> Piece:
+def probe(step: InnerStep, device: torch.device, dtype: torch.dtype, states: Sequence[StateSpec]) -> InnerPiece:
     """A piece to find out what a step makes of a past."""
     values, grad = (torch.ones(PROBE_ELEMENTS, dtype=dtype, device=device) for _ in range(2))
     kept = {
         spec.name: torch.ones(PROBE_ELEMENTS, dtype=dtype if spec.dtype is torch.float32 else spec.dtype, device=device)
         for spec in states
     }
-    return Piece(step, values, grad, kept)
+    return InnerPiece(step, values, grad, kept)
 
 
-def past_of(piece: Piece) -> Past:
+def past_of(piece: InnerPiece) -> Past:
     """What a probe has become."""
     tensors = {name for name, value in piece.state.items() if spans(value, piece.values)}
     return Past({name: value for name, value in piece.state.items() if name not in tensors}, frozenset(tensors))
@@ -163,7 +163,7 @@ def _update(spans: Sequence[Span], scale: float, factor: torch.Tensor | None) ->
                 span.param.copy_(span.master)
 
 
-def _piece(span: Span, scale: float, factor: torch.Tensor | None) -> Piece:
+def _piece(span: Span, scale: float, factor: torch.Tensor | None) -> InnerPiece:
     assert isinstance(span.numbers, InnerStep)
     values = span.param if span.master is None else span.master
     if span.remainder is not None:
@@ -173,7 +173,7 @@ def _piece(span: Span, scale: float, factor: torch.Tensor | None) -> Piece:
         grad.mul_(scale)
     if factor is not None:
         grad.mul_(factor.to(grad))
-    return Piece(span.numbers, values, grad, span.states)
+    return InnerPiece(span.numbers, values, grad, span.states)
 
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[Span]]:

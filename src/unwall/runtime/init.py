@@ -45,20 +45,20 @@ class Shelf:
         self._held_bytes = 0
         self._disk: DiskTier | None = None
 
-    def put(self, part: torch.Tensor) -> "torch.Tensor | OnDisk":
+    def put(self, part: torch.Tensor) -> "torch.Tensor | Shelved":
         if self._limit_bytes is None or not self._directories or self._held_bytes + part.nbytes <= self._limit_bytes:
             self._held_bytes += part.nbytes
             weakref.finalize(part, self._forget, part.nbytes).atexit = False
             return part
         if self._disk is None:
             self._disk = DiskTier(self._directories, rank=self._rank)
-        return OnDisk(part, self._disk)
+        return Shelved(part, self._disk)
 
     def _forget(self, nbytes: int) -> None:
         self._held_bytes -= nbytes
 
 
-class OnDisk:
+class Shelved:
     """Bytes that went to disk."""
 
     def __init__(self, part: torch.Tensor, disk: DiskTier) -> None:
@@ -92,7 +92,7 @@ class Page:
         self.nbytes = self._storage.nbytes()
         self._ranks = ranks
         self._shelf = shelf
-        self._part: torch.Tensor | OnDisk | None = None
+        self._part: torch.Tensor | Shelved | None = None
 
     def add(self, param: nn.Parameter) -> None:
         """Another parameter lies in the same storage (``Parameter(weight.data)``)."""
@@ -124,7 +124,7 @@ class Page:
 
     def _gather(self) -> torch.Tensor:
         assert self._part is not None
-        part = self._part.get() if isinstance(self._part, OnDisk) else self._part
+        part = self._part.get() if isinstance(self._part, Shelved) else self._part
         if self._ranks.size == 1:
             return part
         whole = torch.empty(part.numel() * self._ranks.size, dtype=torch.uint8)

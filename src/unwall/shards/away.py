@@ -7,7 +7,7 @@ import torch
 
 from unwall.native.library import DiskError
 from unwall.shards.group import Group
-from unwall.shards.landing import Holding, Place
+from unwall.shards.landing import Holding, LandingPlace
 from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Store
 from unwall.tiers.block import DiskBlock, MemoryBlock
@@ -15,7 +15,7 @@ from unwall.tiers.disk import named
 from unwall.tiers.tiers import Tiers
 
 
-class Away(Place):
+class Away(LandingPlace):
     """What host and disk share: leaving the device may fail. ``rank``: says which part of the gradient is counted here."""
 
     def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, rank: int) -> None:

@@ -21,7 +21,7 @@ from unwall.shards.accumulate import Accumulator
 from unwall.shards.away import OnDisk, OnHost
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
-from unwall.shards.landing import Holding, OnDevice, Place
+from unwall.shards.landing import Holding, LandingPlace, OnDevice
 from unwall.shards.reduce import Reducer, Reduction
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket, hold_back
@@ -238,7 +238,7 @@ class Gradient:
         self._own.clear()
 
 
-def _place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> Place:
+def _place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> LandingPlace:
     if group.home.tier == "device":
         return OnDevice(group, tiers, dtype, keep_flat=keep_flat)
     return (OnDisk if group.home.grads == "disk" else OnHost)(group, tiers, dtype, ranks.rank)

@@ -34,7 +34,7 @@ class Holding(enum.Enum):
     LOST = "lost"
 
 
-class Place:
+class LandingPlace:
     """What all places share. ``dtype``: what gradients arrive in."""
 
     flat: MemoryBlock | None = None
@@ -108,7 +108,7 @@ class Place:
         return torch.promote_types(self._dtype, torch.float32)
 
 
-class OnDevice(Place):
+class OnDevice(LandingPlace):
     """Lands at once: as the memory it was reduced into, or, with ``keep_flat`` (stages 0 and 1), in the flat buffer, which then
     stays. A further pass moves it into fp32 memory of its own."""
 
