@@ -36,7 +36,7 @@ class Plan:
     activations: Activations = "keep"
     """What happens to activations between forward and backward."""
     disk: str | Path | tuple[str | Path, ...] | None = None
-    """One directory, or several (one a drive), for the disk tier: the engine stripes over them."""
+    """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
     """What unwall may hold on the device (activations are not counted). None: all of it."""
     host_bytes: int | str | None = None

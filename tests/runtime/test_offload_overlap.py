@@ -88,7 +88,7 @@ def parts_of(model, disk_bytes, steps_done):
 
 
 def measure(placement, slowed, clip, folder):
-    """Seconds a step, and those that the slowest of the slowed parts alone takes for what it moved in these steps."""
+    """Seconds per step, and those that the slowest of the slowed parts alone takes for what it moved in these steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     unwall.shard(model, Plan(**placement, disk=folder))
@@ -149,9 +149,9 @@ def test_a_step_takes_as_long_as_its_slowest_part(case, tmp_path, record_propert
     placement, slowed = CASES[case]
     for _ in range(4):  # retries: the machine may have other work
         taken, alone = measure(placement, slowed, None, str(tmp_path))
-        record_property("seconds", f"{taken:.3f} a step, alone {alone}")
+        record_property("seconds", f"{taken:.3f} per step, alone {alone}")
         if taken <= LOOSER.get(case, LIMIT) * max(alone.values()):
             break
     assert 0.9 * max(alone.values()) <= taken <= LOOSER.get(case, LIMIT) * max(alone.values()), (
-        f"{taken:.3f} s a step, alone {alone}"
+        f"{taken:.3f} s per step, alone {alone}"
     )

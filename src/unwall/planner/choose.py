@@ -144,9 +144,9 @@ def _advice(best: Tried) -> list[str]:
     if load.activations == "host":
         found.append("keep the blocks' inputs on the host: the engine does not do that yet")
     if load.passes > 1:
-        found.append(f"run {load.passes} passes of {load.batch} samples a rank, then step: their gradients add up")
+        found.append(f"run {load.passes} passes of {load.batch} samples per rank, then step: their gradients add up")
     else:
-        found.append(f"run one pass of {load.batch} samples a rank, then step")
+        found.append(f"run one pass of {load.batch} samples per rank, then step")
     return found
 
 

@@ -66,7 +66,7 @@ def _llama(config: Mapping[str, Any]) -> tuple[Part, ...]:
     layers = _size(config, "num_hidden_layers")
     block = block_of("layers", layers, attention, hidden, biases + norms, apart)
     block = feed_forward(block, hidden, inner, gated=True, experts=experts, chosen=chosen)
-    block = replace(block, pair_flops=2 * heads * width)  # scores and mixing, 4 a pair, and half the pairs: it is causal
+    block = replace(block, pair_flops=2 * heads * width)  # scores and mixing, 4 per pair, and half the pairs: it is causal
     return block, *vocab_parts(_size(config, "vocab_size"), hidden, bool(config.get("tie_word_embeddings")), norm=hidden)
 
 

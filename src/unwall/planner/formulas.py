@@ -99,7 +99,7 @@ def activation_working_bytes(batch: float, seq: float, hidden: float, heads: flo
 
 
 def step_flops(params: float, batch: float, seq: float, recompute: bool = True) -> float:
-    """FLOPs of an iteration: 2 a parameter and token forward, 4 backward, 2 more when forward is recomputed."""
+    """FLOPs of an iteration: 2 per parameter and token forward, 4 backward, 2 more when forward is recomputed."""
     _check(params=params, batch=batch, seq=seq)
     return (8 if recompute else 6) * batch * seq * params
 

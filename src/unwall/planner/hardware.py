@@ -119,7 +119,7 @@ class Hardware:
         return self.matmul_flops_per_s[dtype]
 
     def block_rate(self, dtype: str) -> float:
-        """FLOPs a second that a transformer block reaches on one device."""
+        """FLOPs per second that a transformer block reaches on one device."""
         return self.block_flops_per_s.get(dtype) or BLOCK_SHARE * self.flops_per_s(dtype)
 
     def ceilings(self, dtype: str = "bfloat16") -> Ceilings:

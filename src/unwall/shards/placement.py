@@ -2,7 +2,7 @@
 
 [Note: ladder]
 A group can live at four heights. All its states on the device; all on the host; parameters and gradient on the host with the
-optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers a step (read for forward and
+optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers per step (read for forward and
 for backward, written after the update), a byte of gradient or optimizer state two. So host memory goes to the parameters and
 gradients of all groups first, then to optimizer state, and the device takes whole groups.
 """
