@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repeats", type=_count, default=1, help="rounds over the engines, in turn, for a machine that others use"
     )
     parser.add_argument("--world", type=_count, default=1, help="ranks on this machine")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds an engine may take in a round")
+    parser.add_argument("--timeout", type=float, default=600.0, help="the most seconds that an engine may take per round")
     parser.add_argument("--title", help="of the run, and the name of its files")
     parser.add_argument("--commit", help="what was measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path("results/bench"), help="folder for JSON, Markdown and the picture")

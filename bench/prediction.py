@@ -49,7 +49,7 @@ CASES: tuple[tuple[str, dict[str, Any], int, int, int], ...] = (
     ("optimizer disk", {"params": "host", "optimizer": "disk"}, 4, 128, 1),
     ("disk", DISK, 4, 128, 1),
 )
-"""Name, fields of the plan, samples of a pass, tokens of a sample, passes of a step."""
+"""Name, fields of the plan, samples per pass, tokens per sample, passes per step."""
 H200 = Path("bench/machines/h200.json")
 """What ``unwall.probe`` measured on the machine of the results below (``tools/gpu_check probe``)."""
 H200_RESULTS = "bench/results/h200-*.json"

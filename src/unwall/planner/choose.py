@@ -64,7 +64,7 @@ def choose(
 ) -> ChosenPlan:
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
-    ``batch``: samples of one step, over all ranks. The budgets are a rank's, as in ``Plan``. ``offload_activations``: also look
+    ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
     at plans that keep activation checkpoints on the host, which the engine does not do yet.
     """
     if objective not in ("speed", "memory"):

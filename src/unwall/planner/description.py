@@ -209,7 +209,7 @@ def _module_part(
 
 
 def chosen_share(module: nn.Module) -> float:
-    """Of a model's experts, the share that a token is sent to, as its ``config`` says."""
+    """The share of a model's experts that a token is sent to, as its ``config`` says."""
     config = getattr(module, "config", None)
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)

@@ -171,8 +171,8 @@ def _climb_together(
 ) -> list[Home]:
     """Raises the groups that are not on the device towards ``goal``: all at once if that fits, otherwise one after the other.
 
-    At once first, because the last group that leaves the disk frees the disk's buffers: with a look at one group at a time a
-    host that holds everything would be taken for too small."""
+    All at once comes first, because the disk's buffers go when its last group does: looking at one group at a time, a host
+    that can hold everything would seem too small."""
     limits = [ladder if home == DEVICE else _at_most(ladder, goal) for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
     if _fits_host(sizes, everyone, budget_bytes):
