@@ -18,7 +18,7 @@ from unwall.plans import Plan
 from unwall.tiers.workers import shared_pool
 
 ALONE_S = 1.5
-"""What a slowed part should take for a step, about: long against everything else (0.03 to 0.1 s)."""
+"""About how many seconds a slowed part should take per step: long against everything else (0.03 to 0.1 s)."""
 LIMIT = 1.15
 LOOSER = {
     "all on disk, slow reads and writes": 1.3,
@@ -36,7 +36,7 @@ STEPS, WARM_UP = 2, 10
 PAIR_ALONE_S, PAIR_STEPS = 0.5, 6
 """The same for two slow parts."""
 UPDATE_TRAFFIC = 26
-"""Bytes an updated parameter moves: a split master and two moments in and out (2 x 12), and a gradient (2)."""
+"""Bytes moved per updated parameter: a split master and two moments in and out (2 x 12), and a gradient (2)."""
 
 
 @dataclass
