@@ -15,18 +15,18 @@ The planner's SPLIT_UPDATE_TRAFFIC_BYTES; not imported, because the suite's own 
 STATE_BYTES = 14
 """A parameter with its states at their smallest: bf16 2, remainder 2, moments 8, gradient 2."""
 FETCH_BYTES = 4
-"""To the device, a parameter: its bf16 value for forward and again for backward."""
+"""To the device, per parameter: its bf16 value for forward and again for backward."""
 DRAIN_BYTES = 2
-"""From the device, a parameter: its bf16 gradient."""
+"""From the device, per parameter: its bf16 gradient."""
 
 TEXT = f"""\
 Lower bound of a step: the longest of *compute* (model FLOPs at the best rate that an engine with everything on the device
-reached in the same run), *host update* ({SPLIT_UPDATE_BYTES} bytes a parameter at the measured host memory bandwidth), *link*
-({FETCH_BYTES} bytes a parameter to the device, {DRAIN_BYTES} back, both ways at once) and *disk* (what of {STATE_BYTES} bytes a
-parameter did not fit into the host and device memory the engine used, read once and written once a step, at once). Host update
-and link count where the optimizer's state is on the host or the disk; `auto` is held against compute alone. Without a resident
-engine in the run compute is left out. Results up to commit 92ec309 took the host's bandwidth from torch's copy and addition
-alone, which our update exceeds: there percentages of *host update* can be above 100."""
+reached in the same run), *host update* ({SPLIT_UPDATE_BYTES} bytes per parameter at the measured host memory bandwidth), *link*
+({FETCH_BYTES} bytes per parameter to the device, {DRAIN_BYTES} back, both ways at once) and *disk* (of {STATE_BYTES} bytes
+per parameter, what did not fit into the host and device memory the engine used: read once and written once per step, both at
+once). Host update and link count where the optimizer's state is on the host or the disk; `auto` is held against compute
+alone. Without a resident engine in the run compute is left out. Results up to commit 92ec309 took the host's bandwidth from
+torch's copy and addition alone, which our update exceeds: there percentages of *host update* can be above 100."""
 
 
 def bound_seconds(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], probe: Mapping[str, float]) -> dict[str, float]:
@@ -53,7 +53,7 @@ def bound_seconds(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], pro
 
 
 def best_resident_flops(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Model FLOPs a second, of all ranks, of the fastest step among the run's resident engines."""
+    """Model FLOPs per second, of all ranks, of the fastest step among the run's resident engines."""
     rates = [
         row["world"] * SHAPES[row["shape"]].flops(row["batch"], row["seq"]) / min(row["times_s"])
         for row in rows

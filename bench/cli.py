@@ -43,15 +43,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["plain", "fsdp2", "unwall"], help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--shapes", nargs="+", default=["tiny"], choices=SHAPES)
-    parser.add_argument("--batch", type=_count, default=2, help="sequences a rank and step")
-    parser.add_argument("--seq", type=_count, default=128, help="tokens a sequence")
-    parser.add_argument("--steps", type=_count, default=6, help="timed steps a round")
+    parser.add_argument("--batch", type=_count, default=2, help="sequences per rank and step")
+    parser.add_argument("--seq", type=_count, default=128, help="tokens per sequence")
+    parser.add_argument("--steps", type=_count, default=6, help="timed steps per round")
     parser.add_argument("--warm", type=_count, default=2, help="steps before them")
     parser.add_argument(
         "--repeats", type=_count, default=1, help="rounds over the engines, in turn, for a machine that others use"
     )
     parser.add_argument("--world", type=_count, default=1, help="ranks on this machine")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds an engine may take in a round")
+    parser.add_argument("--timeout", type=float, default=600.0, help="the most seconds that an engine may take per round")
     parser.add_argument("--title", help="of the run, and the name of its files")
     parser.add_argument("--commit", help="what was measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=Path("results/bench"), help="folder for JSON, Markdown and the picture")
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
 def _measure(
     specs: Sequence[Spec], options: argparse.Namespace, scratch: Path, rounds: dict[tuple[str, str], list[dict[str, Any]]]
 ) -> None:
-    """Every engine once a round, so that a busy hour of the machine meets all of them. One that failed is not tried again."""
+    """Every engine once per round, so that a busy hour of the machine meets all of them. One that failed is not tried again."""
     for shape, number, spec in itertools.product(options.shapes, range(options.repeats), specs):
         done = rounds.get((shape, spec.text), [])
         if done and done[-1]["status"] != "ok":

@@ -1,6 +1,6 @@
 """The published ends by the planner's own search: the largest model of each system, and how a model of 1T scales.
 
-Unlike ``paper.py``, which adds up the papers' formulas, this asks what our engine would hold: its groups, its bytes a
+Unlike ``paper.py``, which adds up the papers' formulas, this asks what our engine would hold: its groups, its bytes per
 parameter, its working sets, and the share of memory that a plan counts on.
 """
 
@@ -28,7 +28,7 @@ SYSTEMS: dict[str, tuple[dict[str, Any], Keeping]] = {
 }
 """What each published system is as a plan of ours, and what happens to activation checkpoints there."""
 SCALING_SHAPE, SCALING_BATCH, SCALING_NODES = "128x25600x256", 5, (4, 8, 16, 32)
-"""1T parameters; samples a device, our choice; DGX-2 machines of 16 devices."""
+"""1T parameters; samples per device, our choice; DGX-2 machines of 16 devices."""
 
 
 @lru_cache(maxsize=64)
@@ -37,7 +37,7 @@ def _outline(layers: int, hidden: int, tiles: int) -> Outline:
 
 
 def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int = 1) -> bool:
-    """Whether our engine would hold this shape, one sample of 1024 tokens a device."""
+    """Whether our engine would hold this shape, one sample of 1024 tokens per device."""
     fields, kept = SYSTEMS[system]
     workload = Workload(batch=1, seq=SEQ, activations=kept)
     place = Candidate(name=system, fields=fields, workload=workload, budgeted="disk" in fields or kept == "host")

@@ -1,7 +1,7 @@
 """Whether the engines of a run trained the same model.
 
 [Note: tolerance] All engines start from the same bf16 weights and see the same tokens, so only the order of sums and the
-rounding to bf16 (relative 2^-9 an operation; a loss averages it over all tokens) tell them apart. A first loss may differ by
+rounding to bf16 (relative 2^-9 per operation; a loss averages it over all tokens) tell them apart. A first loss may differ by
 ``FORWARD`` of its size. Updates carry such differences on in proportion to what was learned: ``LEARNED`` of the fall of the
 loss so far. A skipped or doubled update or another learning rate is outside after a few steps. AdamW divides by the gradient's
 size, so a gradient that is wrong by a constant factor is not noticed.

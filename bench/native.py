@@ -33,7 +33,7 @@ from unwall.native.pool import AdamWOut, AdamWStep, DType, WorkerPool, isa
 GIB = 1 << 30
 MIB = 1 << 20
 ADAMW_NUMEL = 64 * MIB
-ADAMW_BYTES = 26  # an element: half, remainder and two moments read and written, a bf16 gradient read
+ADAMW_BYTES = 26  # per element: half, remainder and two moments read and written, a bf16 gradient read
 DISK_BYTES = 4 * GIB
 BLOCK_BYTES = 4 * MIB
 DEPTH = 8

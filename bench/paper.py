@@ -2,8 +2,8 @@
 
 [Note: largest models]
 ``largest`` searches all shapes whose hidden size is a multiple of 256 and 32 to 256 times the number of layers (the published
-ones lie there up to 1T), and takes the largest whose bytes fit. Assumed: one sample of 1024 tokens a device, a checkpoint each
-layer, no vocabulary, 20 bytes of state a parameter as ZeRO-Infinity counts (also for plain data parallelism and ZeRO-3), all
+ones lie there up to 1T), and takes the largest whose bytes fit. Assumed: one sample of 1024 tokens per device, a checkpoint per
+layer, no vocabulary, 20 bytes of state per parameter as ZeRO-Infinity counts (also for plain data parallelism and ZeRO-3), all
 memory usable. ``reserve_bytes`` takes that much of each device away, for what the formulas do not name. ``tiles`` cuts the
 largest operator.
 """
@@ -31,7 +31,7 @@ ZERO_TABLE: dict[int, tuple[str, ...]] = {
     256: ("30.4", "15.4", "0.47", "518", "263", "8", "4046", "2054", "62.5"),
     1024: ("30.1", "15.1", "0.12", "513", "257", "2", "4011", "2013", "15.6"),
 }
-"""ZeRO, table 1: GB (1e9) a device by ranks; for each size stages 1, 2, 3."""
+"""ZeRO, table 1: GB (1e9) per device by ranks; for each size stages 1, 2, 3."""
 
 INFINITY_TABLE: tuple[tuple[int, int, int, tuple[str, ...]], ...] = (
     (80, 10, 128, ("0.10", "1.83", "2.03", "0.05", "1.56", "1.63")),

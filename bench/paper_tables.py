@@ -52,7 +52,7 @@ def zero() -> list[str]:
         len(cells) - rounded - truncated
     } differ
         otherwise."""
-    return ["## ZeRO, table 1: model states a device, GB (1e9)", "", *grid("ranks", cells), "", *wrap(text)]
+    return ["## ZeRO, table 1: model states per device, GB (1e9)", "", *grid("ranks", cells), "", *wrap(text)]
 
 
 def infinity() -> list[str]:
@@ -61,7 +61,7 @@ def infinity() -> list[str]:
     return [
         "## ZeRO-Infinity, figure 2a: memory",
         "",
-        "32 samples of 1024 tokens a node of 16 devices, a checkpoint each layer.",
+        "32 samples of 1024 tokens per node of 16 devices, a checkpoint per layer.",
         "",
         *grid("shape", cells),
         "",
@@ -124,23 +124,23 @@ def largest_text(ratios: dict[str, float]) -> list[str]:
     cluster = load("dgx-2").with_nodes(paper.CLUSTER_NODES)
     whole, tiled = (paper.largest("Infinity, disk", cluster, tiles=tiles) for tiles in (1, 16))
     near = [name for name, ratio in ratios.items() if abs(ratio - 1) <= 0.25]
-    search = f"""Planner's search: what our engine would hold, with its own groups, working sets and bytes a parameter (fp16: 2
-        for the parameter, 4 master, 8 moments, 2 gradient, and 2 more on device and disk, because it may grow to fp32), and {
+    search = f"""Planner's search: what our engine would hold, with its own groups, working sets and bytes per parameter (fp16:
+        2 for the parameter, 4 master, 8 moments, 2 gradient, and 2 more on device and disk, because it may grow to fp32), and {
         ends_share()
     } of
         device and host memory. Shapes: hidden sizes in steps of an eighth, 32 to 256 times the number of layers. {len(near)} of
         {len(ratios)} are within 25%: {", ".join(near)}."""
-    assumed = """Both: one sample of 1024 tokens a device; a checkpoint each layer, on the device, or on the host for Infinity;
-        no vocabulary; 32 GiB a device, 1.5 TB of host memory, 28 TB of disk. Formulas only: 20 bytes of state a parameter as
-        ZeRO-Infinity counts, all memory usable, hidden sizes that are multiples of 256. ZeRO-Offload keeps fp16 parameters
+    assumed = """Both: one sample of 1024 tokens per device; a checkpoint per layer, on the device, or on the host for Infinity;
+        no vocabulary; 32 GiB per device, 1.5 TB of host memory, 28 TB of disk. Formulas only: 20 bytes of state per parameter
+        as ZeRO-Infinity counts, all memory usable, hidden sizes that are multiples of 256. ZeRO-Offload keeps fp16 parameters
         whole on each device."""
     buckets = """ZeRO-3: neither the formulas nor our engine have large communication buffers. DeepSpeed's default buckets with
-        overlap take 9 GB a device (2 buckets of 5e8 fp16 elements, 4.5 times over, says Hugging Face's guide to DeepSpeed);
+        overlap take 9 GB per device (2 buckets of 5e8 fp16 elements, 4.5 times over, says Hugging Face's guide to DeepSpeed);
         with them ZeRO-Offload and ZeRO-3 are within 7%. This was looked for after the gap was seen, and that the published runs
         used these sizes is not known: the size of the gap fits, no more."""
     disk = f"""Infinity, disk: 28 TB hold 1.4T at 20 bytes and 1.55T at our engine's 18. The published 1T is what was trained,
-        and is not shown to be a limit: it is also 1T a node on {paper.CLUSTER_NODES} nodes. Nothing in the formulas would bring
-        it down to 1T."""
+        and is not shown to be a limit: it is also 1T per node on {paper.CLUSTER_NODES} nodes. Nothing in the formulas would
+        bring it down to 1T."""
     plain = """Plain data parallelism agrees because fp32 gradients are counted, too: with ZeRO's 16 bytes it would be 2.1B
         (ratio 1.52)."""
     many = f"""On {paper.CLUSTER_NODES} DGX-2, published 32T. Formulas: {sized(whole)} without tiling (the largest operator and
@@ -173,11 +173,11 @@ def scaling(points: list[ends.ScalingPoint]) -> list[str]:
     gain = last.tflops / first.tflops
     text = f"""Published: better than linear scaling from 64 to 512 V100, because the memory and the bandwidth that states are
         spread over grow with the number of nodes while each device's compute stays. The simulation agrees in the direction:
-        {gain:.3f} times the speed a device on {last.devices} of that on {first.devices}. The gain is small because our schedule
-        hides most of the states' traffic behind {ends.SCALING_BATCH} samples' compute on the smaller machine, too (the batch is
-        our choice). Compute is taken to reach {100 * BLOCK_SHARE:.0f}% of the 70 TFLOP/s, as on our H200, so the total of
-        {last.tflops * last.devices / 1e3:.1f} PFLOP/s beside the published 25 says little. Activation checkpoints on the host
-        are counted in, and not built yet."""
+        {gain:.3f} times the speed per device on {last.devices} of that on {first.devices}. The gain is small because our
+        schedule hides most of the states' traffic behind {ends.SCALING_BATCH} samples' compute on the smaller machine, too (the
+        batch is our choice). Compute is taken to reach {100 * BLOCK_SHARE:.0f}% of the 70 TFLOP/s, as on our H200, so the total
+        of {last.tflops * last.devices / 1e3:.1f} PFLOP/s beside the published 25 says little. Activation checkpoints on the
+        host are counted in, and not built yet."""
     rows = []
     for point in points:
         assert point.plan.prediction is not None
@@ -188,10 +188,10 @@ def scaling(points: list[ends.ScalingPoint]) -> list[str]:
     return [
         "## ZeRO-Infinity: a model of 1T on 64 to 512 V100",
         "",
-        f"{ends.SCALING_SHAPE.replace('x', ' x ')} heads, {ends.SCALING_BATCH} samples of {paper.SEQ} tokens a device; "
+        f"{ends.SCALING_SHAPE.replace('x', ' x ')} heads, {ends.SCALING_BATCH} samples of {paper.SEQ} tokens per device; "
         "simulated, for each size the plan that the planner chooses.",
         "",
-        "| V100 | plan | step s | TFLOP/s a device | PFLOP/s in all |",
+        "| V100 | plan | step s | TFLOP/s per device | PFLOP/s in all |",
         "|---|---|---|---|---|",
         *rows,
         "",
@@ -207,7 +207,7 @@ def scaling_picture(points: list[ends.ScalingPoint]) -> str:
     linear = [(float(point.devices), first.tflops * point.devices / 1e3) for point in points]
     lines = {"simulated": simulated, "linear from the smallest": linear}
     return draw.curves(
-        "1T parameters on V100, 5 samples a device", "devices", "PFLOP/s in all", lines, dashed=("linear from the smallest",)
+        "1T parameters on V100, 5 samples per device", "devices", "PFLOP/s in all", lines, dashed=("linear from the smallest",)
     )
 
 
@@ -252,7 +252,7 @@ def picture() -> str:
         ("optimizer states", 1e10, 1e13, optimizer),
         ("activation checkpoints", 1e8, 1e11, checkpoints),
     )
-    title = "Efficiency on a V100 (70 TFLOP/s), 1024 tokens a sample, nothing overlapped"
+    title = "Efficiency on a V100 (70 TFLOP/s), 1024 tokens per sample, nothing overlapped"
     found = Picture(3 * (WIDTH + GAP) + 20, HEIGHT + TOP + 50, title)
     for index, (name, low, high, lines) in enumerate(panels):
         panel(found, LEFT + index * (WIDTH + GAP), name, (low, high), lines)
@@ -277,7 +277,7 @@ def panel(found: Picture, left: int, title: str, rates: tuple[float, float], lin
         x = across(10.0**power)
         found.line(x, TOP, x, TOP + HEIGHT)
         found.text(x, TOP + HEIGHT + 16, f"{10.0**power / 1e9:g}", anchor="middle")
-    found.text(left + WIDTH / 2, TOP + HEIGHT + 36, "GB/s a device", anchor="middle")
+    found.text(left + WIDTH / 2, TOP + HEIGHT + 36, "GB/s per device", anchor="middle")
     steps = [low * (high / low) ** (step / 60) for step in range(61)]
     for number, (name, intensity) in enumerate(lines):
         shares = [formulas.efficiency(intensity, rate, paper.V100_FLOPS_PER_S) for rate in steps]

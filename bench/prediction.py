@@ -49,7 +49,7 @@ CASES: tuple[tuple[str, dict[str, Any], int, int, int], ...] = (
     ("optimizer disk", {"params": "host", "optimizer": "disk"}, 4, 128, 1),
     ("disk", DISK, 4, 128, 1),
 )
-"""Name, fields of the plan, samples of a pass, tokens of a sample, passes of a step."""
+"""Name, fields of the plan, samples per pass, tokens per sample, passes per step."""
 H200 = Path("bench/machines/h200.json")
 """What ``unwall.probe`` measured on the machine of the results below (``tools/gpu_check probe``)."""
 H200_RESULTS = "bench/results/h200-*.json"
@@ -158,7 +158,7 @@ def table(machine: Hardware, rows: list[Row], rounds: int, seconds: float) -> st
         "",
         f"Predicted / measured. Peak bytes within 5% for {close} of {len(rows)} plans, step time within 30% for {timed}. "
         f"{machine.host_cores} cores, {matmul:.0f} GFLOP/s in bf16, {machine.host_memory_bytes_per_s / 1e9:.0f} GB/s under "
-        f"AdamW, as `unwall probe` measured at the same time; the fastest step of {rounds} rounds of {seconds:g} s a plan.",
+        f"AdamW, as `unwall probe` measured at the same time; the fastest step of {rounds} rounds of {seconds:g} s per plan.",
     ]
     return "\n".join(lines)
 

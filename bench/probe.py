@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def host(nbytes: int) -> float:
-    """Bytes read and written each second by all cores together: the best of a copy, an addition, and unwall's own update."""
+    """Bytes read and written per second by all cores together: the best of a copy, an addition, and unwall's own update."""
     a, b, c = (torch.ones(nbytes // 4) for _ in range(3))
     found = [2 * nbytes / _best(lambda: a.copy_(b)), 3 * nbytes / _best(lambda: torch.add(a, b, out=c))]
     with contextlib.suppress(Exception):  # not installed, or not built: then without it

@@ -9,7 +9,7 @@ from bench.picture import draw
 
 COLUMNS = (
     "shape", "engine", "s/step", "min to max", "tokens/s", "TFLOP/s", "% of bound", "device GiB", "host GiB",
-    "GiB to disk a step", "s to 1st step", "loss",
+    "GiB to disk per step", "s to 1st step", "loss",
 )  # fmt: skip
 
 _COLUMN_TEXT = """\
@@ -117,10 +117,10 @@ def section(result: Mapping[str, Any]) -> str:
     lines += ["", "```", result["command"], "```", "", markdown_table(rows), ""]
     if finished:
         lines.append(
-            f"Timed steps an engine: {len(finished[0]['times_s'])}, after {finished[0]['warm']} untimed ones in each round."
+            f"Timed steps per engine: {len(finished[0]['times_s'])}, after {finished[0]['warm']} untimed ones in each round."
         )
         busy = ", ".join(f"{row['engine']} {row['processor_s']:.3g}" for row in finished)
-        lines.append(f"Processor seconds a step, of all ranks and threads: {busy}.")
+        lines.append(f"Processor seconds per step, of all ranks and threads: {busy}.")
         versions = {f"{row['engine'].split(':')[0]} {row['versions']['engine']}" for row in finished}
         first = finished[0]["versions"]
         lines.append(f"Versions: Python {first['python']}, torch {first['torch']}; {', '.join(sorted(versions))}.")
@@ -164,7 +164,7 @@ def page(results: Sequence[Mapping[str, Any]], picture: str) -> str:
         "",
         losses.TEXT,
         "",
-        f"![tokens a second of each engine]({picture})",
+        f"![tokens per second of each engine]({picture})",
         "",
     ]
     return "\n".join(head) + "\n" + "\n".join([overview(results), *(section(result) for result in results)])

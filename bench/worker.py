@@ -147,7 +147,7 @@ class _Written:
         return cls(running.written_bytes(), kernel)
 
     def since(self, before: "_Written", steps: int) -> int | None:
-        """Bytes a step: by the engine's own count, else by the kernel's."""
+        """Bytes per step: by the engine's own count, else by the kernel's."""
         if self.engine is not None:
             return (self.engine - (before.engine or 0)) // steps
         if self.kernel is not None and before.kernel is not None:

@@ -11,7 +11,7 @@ from bench.workload import ADAMW, COMPUTE_DTYPE, build, fill
 
 
 def sharded(job: Job, offload: bool) -> nn.Module:
-    """The model on FSDP2 with its first weights: one group a block, the rest in one more."""
+    """The model on FSDP2 with its first weights: one group per block, the rest in one more."""
     mesh = init_device_mesh(job.device.type, (dist.get_world_size(),))
     model = build(job.shape, "meta")
     precision = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=torch.float32)

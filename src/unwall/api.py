@@ -55,11 +55,11 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
 
 @contextmanager
 def init(plan: Plan | None = None) -> Iterator[None]:
-    """Modules built inside never exist whole: each parameter is kept as this rank's 1/N as soon as the next ones are built.
+    """Modules built inside never exist whole: once the next parameters are built, only this rank's 1/N of a parameter is kept.
 
     Initialisation runs as it is, so the values are those of a plain build with the same seed. Follow with ``unwall.shard``.
     With several ranks all of them build the same model, after ``torch.distributed`` was initialised. With a plan that has a
-    ``disk``, what half of the host's budget does not hold waits there.
+    ``disk``, what exceeds half of the host's budget waits there.
     """
     plan = Plan() if plan is None else plan
     _check_plan(plan)
@@ -136,7 +136,7 @@ def _wait_for_device(owner: Engine) -> None:
 def plan(model: "nn.Module | str", *, batch: int | None = None, seq: int = 1024, **options: Any) -> "ChosenPlan":
     """The fastest plan that fits, with its prediction: ``print`` it, or give it to ``shard``. PlanError says what would fit.
 
-    ``batch``: samples of a step over all ranks. ``unwall.planner.public.plan`` documents the other options (``hardware``,
+    ``batch``: samples per step, over all ranks. ``unwall.planner.public.plan`` documents the other options (``hardware``,
     ``device_bytes``, ``disk``, ``objective`` ...) and what else a model may be given as.
     """
     from unwall.planner.public import plan as choose  # training needs none of it

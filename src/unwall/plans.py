@@ -26,17 +26,17 @@ class Plan:
     """How a model is trained. ``Plan()`` leaves every choice to unwall."""
 
     stage: int = 3
-    """Which states are cut into 1/N over the ranks: 0 none, 1 optimizer, 2 and gradients, 3 and parameters."""
+    """Of which states each rank keeps 1/N: 0 none, 1 the optimizer's, 2 also gradients, 3 also parameters."""
     params: Placement = "auto"
     """The tier parameters live on. ``"auto"`` fills the fastest tier first and spills to the next one."""
     grads: Placement = "auto"
-    """The tier gradients land on: that of the optimizer state, which is what ``"auto"`` means."""
+    """The tier gradients land on. It is that of the optimizer state, which is what ``"auto"`` means."""
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
     activations: Activations = "keep"
     """What happens to activations between forward and backward."""
     disk: str | Path | tuple[str | Path, ...] | None = None
-    """One directory, or several (one a drive), for the disk tier: the engine stripes over them."""
+    """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
     """What unwall may hold on the device (activations are not counted). None: all of it."""
     host_bytes: int | str | None = None
@@ -46,9 +46,9 @@ class Plan:
     passes: int = 1
     """How many backward calls add up before a step. More than one makes room for their sum in fp32 on the host."""
     compute_dtype: torch.dtype = torch.bfloat16
-    """What forward and backward compute in. The master copy is always fp32."""
+    """The dtype that forward and backward compute in. The master copy is always fp32."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are summed over the ranks in. None: ``compute_dtype``."""
+    """The dtype in which gradients are summed over the ranks. None: ``compute_dtype``."""
     keep_fp32: Callable[[str, nn.Parameter], bool] | None = None
     """Given a parameter's name and the parameter: True to compute with it in fp32 (norms, routers)."""
 

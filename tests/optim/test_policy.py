@@ -9,8 +9,8 @@ from unwall.optim.policy import SpeculationPolicy
 
 CLIP_MEMORY, REST_STEPS, LENGTH = 2, 3, 6
 PLAIN, QUIET, CLIPPED, UNKNOWN, SEVERAL, RECLAIM = "plain", "quiet", "clipped", "unknown", "several", "reclaim"
-"""Steps: without clipping; that clip with 1; that clip with less; of which that is never known; of several backwards. And a
-moment at which someone needs the memory."""
+"""Steps: without clipping; clipped by a factor of 1; by less; by a factor that is never known; of several backwards. The last is
+no step, but a moment at which someone needs the memory."""
 
 
 @pytest.fixture(autouse=True)

@@ -91,7 +91,7 @@ def test_budgets_are_kept():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"host_bytes": 200 * MIB}, ["of host memory a node", "ranks instead of 1", "a disk with"]),
+        ({"host_bytes": 200 * MIB}, ["of host memory per node", "ranks instead of 1", "a disk with"]),
         ({"device_bytes": 20 * MIB}, ["devices with"]),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_model_is_left_alone():
 
 
 def test_1t_on_one_dgx2():
-    """16 bytes a parameter in fp16 with its gradient, 14 without: 880 GB on each of 16 ranks."""
+    """16 bytes per parameter in fp16 with its gradient, 14 without: 880 GB on each of 16 ranks."""
     outline = skeleton(from_shape("128x25600"))
     plan = ChosenPlan(ranks=16, compute_dtype=torch.float16, **DISK)
     found = dryrun.dry_run(outline, plan, tried=[15])

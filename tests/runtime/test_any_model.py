@@ -102,7 +102,7 @@ class BranchNet(nn.Module):
 
 
 def branch_of_the_step(case, model, optimizer, batch, step, rank):
-    """Another branch each step: what one step does not use is not updated in it."""
+    """Another branch in each step: what one step does not use is not updated in it."""
     return backward_through(model, batch, step % 3)
 
 

@@ -61,7 +61,7 @@ def measure(plan, tight):
 
 
 def states_fp32(stage, n):
-    """Bytes a parameter: parameters, gradients, AdamW's two moments. A parameter is its own master in fp32."""
+    """Bytes per parameter: parameters, gradients, AdamW's two moments. A parameter is its own master in fp32."""
     return {
         0: (4, 4, 8),  # everything whole on every rank
         1: (4, 4, 8 / n),  # the moments are cut
@@ -107,7 +107,7 @@ def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
         # What the smallest budget has to hold beside a rank's states: the layer in use and the next one on its way; the whole
         # gradient being computed and the one being reduced; the shards they are reduced into.
         working = (2 + 2 + 2 / world) * whole_layer
-        # Several passes before a step add up in fp32: a bf16 gradient shard may grow by 2 bytes a parameter.
+        # Several passes before a step add up in fp32: a bf16 gradient shard may grow by 2 bytes per parameter.
         growth = (4 - dtype.itemsize) * (PSI + LAYER) / world
         assert budget <= 1.05 * (states + growth + working) + 64  # the step of the search for it
         if dtype is torch.float32:  # otherwise the room for growth holds the whole model
@@ -235,7 +235,7 @@ def test_gradients_on_their_way_to_the_host_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(Gradient, "begin_reduce", watched)
     link = engine.tiers.links.pool("device", "host")
     for _ in range(2):
-        link.throttle(2 * 4 * LAYER / 0.02)  # read and written: 20 ms a layer
+        link.throttle(2 * 4 * LAYER / 0.02)  # read and written: 20 ms per layer
         backward(model, Plan(compute_dtype=torch.float32))
         link.throttle(0)
         optimizer.step()

@@ -18,7 +18,7 @@ from unwall.plans import Plan
 from unwall.tiers.workers import shared_pool
 
 ALONE_S = 1.5
-"""What a slowed part should take for a step, about: long against everything else (0.03 to 0.1 s)."""
+"""About how many seconds a slowed part should take per step: long against everything else (0.03 to 0.1 s)."""
 LIMIT = 1.15
 LOOSER = {
     "all on disk, slow reads and writes": 1.3,
@@ -36,7 +36,7 @@ STEPS, WARM_UP = 2, 10
 PAIR_ALONE_S, PAIR_STEPS = 0.5, 6
 """The same for two slow parts."""
 UPDATE_TRAFFIC = 26
-"""Bytes an updated parameter moves: a split master and two moments in and out (2 x 12), and a gradient (2)."""
+"""Bytes moved per updated parameter: a split master and two moments in and out (2 x 12), and a gradient (2)."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ def parts_of(model, disk_bytes, steps_done):
 
 
 def measure(placement, slowed, clip, folder):
-    """Seconds a step, and those that the slowest of the slowed parts alone takes for what it moved in these steps."""
+    """Seconds per step, and those that the slowest of the slowed parts alone takes for what it moved in these steps."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     unwall.shard(model, Plan(**placement, disk=folder))
@@ -150,9 +150,9 @@ def test_a_step_takes_as_long_as_its_slowest_part(case, tmp_path, record_propert
     placement, slowed = CASES[case]
     for _ in range(4):  # retries: the machine may have other work
         taken, alone = measure(placement, slowed, None, str(tmp_path))
-        record_property("seconds", f"{taken:.3f} a step, alone {alone}")
+        record_property("seconds", f"{taken:.3f} per step, alone {alone}")
         if taken <= LOOSER.get(case, LIMIT) * max(alone.values()):
             break
     assert 0.9 * max(alone.values()) <= taken <= LOOSER.get(case, LIMIT) * max(alone.values()), (
-        f"{taken:.3f} s a step, alone {alone}"
+        f"{taken:.3f} s per step, alone {alone}"
     )

@@ -17,7 +17,7 @@ WIDTH, EXPERTS = 64, 12
 
 
 class Routed(nn.Module):
-    """Three layers of experts; each call uses two experts a layer, as a seeded generator says."""
+    """Three layers of experts; each call uses two experts per layer, as a seeded generator says."""
 
     def __init__(self, width=WIDTH):
         super().__init__()
@@ -76,7 +76,7 @@ def test_random_routing_is_not_slower_than_fetching_on_demand(placement, tmp_pat
     tiers = unwall.api.engine(model).tiers
     group_bytes = 2 * width * width
     if placement is HOST:
-        tiers.links.pool("host", "device").throttle(2 * group_bytes / 0.01)  # 10 ms a group
+        tiers.links.pool("host", "device").throttle(2 * group_bytes / 0.01)  # 10 ms per group
     else:
         tiers.disk.engine.throttle("read", 7 * group_bytes / 0.01)  # the update's reads as well
     ahead = executor.LOOK_AHEAD

@@ -217,7 +217,7 @@ def test_init_keeps_fp32_values_when_computing_in_bf16(ranks):
 
 
 class Watched(nn.Sequential):
-    """4 MiB a layer; notes the process's memory after each."""
+    """4 MiB per layer; notes the process's memory after each."""
 
     layers = 24
 

@@ -12,7 +12,7 @@ Keep = Callable[[str, nn.Parameter], bool]
 
 
 def nearest(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the model computes with. bf16 is rounded as DESIGN.md says (ties away from zero), since it is half of the master."""
+    """What the model computes with. bf16 is rounded as docs/design.md says (ties away from zero), since it is half of the master."""
     if dtype != torch.bfloat16 or master.dtype != torch.float32:
         return master.to(dtype)
     bits = master.contiguous().view(torch.int32)

@@ -51,7 +51,7 @@ class Account:
         return _is_auto(self.leaves.get(path_of(key)))
 
     def say(self, key: str, outcome: Outcome, words: str) -> None:
-        """What a key became, once, where it is there. (Of null and ``"auto"`` only the outcome counts.)"""
+        """Says, once per key, what it became; it may be absent. (Of null and ``"auto"`` only the outcome counts.)"""
         assert path_of(key) not in self._said, key
         self._said[path_of(key)] = outcome, words
 

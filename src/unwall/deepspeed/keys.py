@@ -124,7 +124,7 @@ def _know_zero() -> None:
     save = "gather_16bit_weights_on_model_save"
     _know(zero, f"stage3_{save} {save} stage3_gather_fp16_weights_on_model_save", _BOOL, needless, gathered)
     _know(zero, "overlap_comm", _BOOL, needless, "collectives always overlap with compute")
-    _know(zero, "contiguous_gradients", _BOOL, needless, "gradients are always copied into one flat buffer a group")
+    _know(zero, "contiguous_gradients", _BOOL, needless, "gradients are always copied into one flat buffer per group")
     collectives = "always reduce-scatter and all-gather of whole groups"
     _know(zero, "reduce_scatter allgather_partitions allgather_sequential", _BOOL, needless, collectives)
     _know(zero, "use_multi_rank_bucket_allreduce use_all_reduce_for_fetch_params", _BOOL, needless, collectives)

@@ -209,7 +209,7 @@ def read_batch(account: Account) -> None:
     if None not in (whole, micro, count) and whole % (micro * count):
         raise PlanError(f"train_batch_size {whole} is no multiple of {' times '.join(names[1:])}, {micro} times {count}")
     if count == 1:
-        account.say(names[2], Outcome.NOT_NEEDED, "one backward() a step")
+        account.say(names[2], Outcome.NOT_NEEDED, "one backward() per step")
     elif count is not None:
         words = f"call backward() {int(count)} times before optimizer.step(), each on the loss divided by {int(count)}"
         account.say(names[2], Outcome.SCRIPT, words)

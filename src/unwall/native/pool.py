@@ -245,7 +245,7 @@ class WorkerPool:
         return self._submit("uw_copy", (_Address, _Address, ctypes.c_int64), (dst, src, nbytes), after, keep)
 
     def throttle(self, bytes_per_second: float) -> None:
-        """Slows the pool down to this many bytes of traffic a second (0: full speed). For tests of overlap."""
+        """Slows the pool down to this many bytes of traffic per second (0: full speed). For tests of overlap."""
         if function("uw_pool_throttle", ctypes.c_int, _Address, ctypes.c_double)(self.handle, bytes_per_second) < 0:
             raise ValueError(f"bytes_per_second is {bytes_per_second}, expected 0 or more")
 

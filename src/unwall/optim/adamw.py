@@ -151,7 +151,7 @@ class AdamW(ShardedOptimizer):
             )
 
     def _runs(self, group: Group, slots: set[int], numbers: dict[int, AdamWStep], ahead: int = 1) -> list[Run]:
-        """The runs to update, keyed by their numbers, those of the step that is ``ahead`` of the last one counted."""
+        """The runs to update, keyed by the numbers of the step that comes ``ahead`` steps after the last one counted."""
         keys = {}
         for slot in slots:
             param = group.params[slot]

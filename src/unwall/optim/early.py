@@ -136,8 +136,8 @@ class EarlyUpdates:
         if found is None:
             return None
         gradient = engine.gradients[group.index]
-        # What has landed and was not begun goes in the order of the next forward; what is still on its way, as it arrives. One
-        # that is next does not wait for this step, which costs the others little.
+        # What has landed and was not begun is updated at the step, in the order of the next forward; what is still on its way,
+        # as it arrives. The one that is next in line is let go ahead: it delays the others little.
         if found.landed and not self._speculations.is_next(found):
             found.want(Wanted.IF_BEGUN)
         if found.runs == runs and (found.serial, found.generation) == (gradient.serial, group.generation):

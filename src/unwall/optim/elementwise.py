@@ -63,7 +63,7 @@ def try_out(
 
 
 def _initial(inner: torch.optim.Optimizer, name: str, made: Any, owner: torch.Tensor) -> float:
-    """The number that a state begins with. What there is was made in the dtype of a sharded parameter: asks for it in fp32."""
+    """The number that a state begins with, in fp32: ``made`` was rounded to the dtype of a sharded parameter, so ask again."""
     if not spans(made, owner) or made.numel() == 0:
         return 0.0
     value = float(made.reshape(-1)[0])

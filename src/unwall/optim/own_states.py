@@ -33,7 +33,7 @@ class OwnStates:
         for group in [group for group in self._groups if _engine(group) is engine]:
             try:
                 group.pending.settle()
-            except Exception:  # reported where the group is used next; tried again there, for which the states are needed
+            except Exception:  # the next use of the group reports it and tries again, which needs the states
                 engine.discarded.append(self.free)
                 return
             for key in [key for key in group.states if key.owner == self.owner]:

@@ -16,7 +16,7 @@ from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes
 
 DEVICE_SHARE = 0.92
-"""Of a device's memory, what a plan may count on: the rest is the runtime's, and lost between blocks."""
+"""The share of a device's memory that a plan may count on: the rest is the runtime's, and lost between blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def allowance_of(
     disk_bytes: int | None = None,
     directory: str | None = None,
 ) -> Allowance:
-    """What a rank has of a machine, with the user's budgets (each a rank's, as in ``Plan``) instead where given."""
+    """What a rank has of a machine, with the user's budgets (per rank, as in ``Plan``) instead where given."""
     share = hardware.devices_per_node
     disk = hardware.disk_bytes // share if disk_bytes is None else disk_bytes
     return Allowance(

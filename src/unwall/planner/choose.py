@@ -64,7 +64,7 @@ def choose(
 ) -> ChosenPlan:
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
-    ``batch``: samples of one step, over all ranks. The budgets are a rank's, as in ``Plan``. ``offload_activations``: also look
+    ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
     at plans that keep activation checkpoints on the host, which the engine does not do yet.
     """
     if objective not in ("speed", "memory"):
@@ -144,9 +144,9 @@ def _advice(best: Tried) -> list[str]:
     if load.activations == "host":
         found.append("keep the blocks' inputs on the host: the engine does not do that yet")
     if load.passes > 1:
-        found.append(f"run {load.passes} passes of {load.batch} samples a rank, then step: their gradients add up")
+        found.append(f"run {load.passes} passes of {load.batch} samples per rank, then step: their gradients add up")
     else:
-        found.append(f"run one pass of {load.batch} samples a rank, then step")
+        found.append(f"run one pass of {load.batch} samples per rank, then step")
     return found
 
 

@@ -66,7 +66,7 @@ def _llama(config: Mapping[str, Any]) -> tuple[Part, ...]:
     layers = _size(config, "num_hidden_layers")
     block = block_of("layers", layers, attention, hidden, biases + norms, apart)
     block = feed_forward(block, hidden, inner, gated=True, experts=experts, chosen=chosen)
-    block = replace(block, pair_flops=2 * heads * width)  # scores and mixing, 4 a pair, and half the pairs: it is causal
+    block = replace(block, pair_flops=2 * heads * width)  # scores and mixing, 4 per pair, and half the pairs: it is causal
     return block, *vocab_parts(_size(config, "vocab_size"), hidden, bool(config.get("tie_word_embeddings")), norm=hidden)
 
 
@@ -91,7 +91,7 @@ def _t5(config: Mapping[str, Any]) -> tuple[Part, ...]:
     encoder = block_of("encoder.block", layers, attention, hidden, 2 * hidden, apart)
     decoder = block_of("decoder.block", decoders, attention + attention, hidden, 3 * hidden, apart + apart)
     encoder = replace(feed_forward(encoder, hidden, inner, gated=gated), pair_flops=4 * width)
-    pairs = 6 * width  # of the decoder's own, half; of those with the encoder, all
+    pairs = 6 * width  # half of the decoder's own pairs (it is causal), all of those with the encoder
     decoder = replace(feed_forward(decoder, hidden, inner, gated=gated), pair_flops=pairs)
     offsets = 2 * heads * _size(config, "relative_attention_num_buckets", default=32)
     tied = bool(config.get("tie_word_embeddings", True))

@@ -1,10 +1,10 @@
 """A model as the planner sees it: parameters, FLOPs and activations of each part. No weights are needed.
 
 [Note: what a matrix costs]
-Everything is derived from the matrices. Each token that passes one costs 2 FLOPs an element forward, and leaves the input and
-the output behind for backward: for a transformer's four matrices that is 16 * hidden numbers a token, as ZeRO-Infinity counts.
-A lookup (an embedding) costs no FLOPs. Of experts, only those that a token is sent to count. Attention adds a term for each
-pair of tokens.
+Everything is derived from the matrices. Each token that passes one costs 2 FLOPs per element forward, and leaves the input and
+the output behind for backward: for a transformer's four matrices that is 16 * hidden numbers per token, as ZeRO-Infinity
+counts. A lookup (an embedding) costs no FLOPs. Of experts, only those that a token is sent to count. Attention adds a
+term for each pair of tokens.
 """
 
 import re
@@ -46,9 +46,9 @@ class Part:
     largest_numel: int
     """The largest single parameter: what a device must hold whole unless it is tiled."""
     boundary_numel: int = 0
-    """Elements a token that enter the part: what an activation checkpoint holds."""
+    """Elements per token that enter the part: what an activation checkpoint holds."""
     token_numel: int = 0
-    """Elements a token that stay for backward."""
+    """Elements per token that stay for backward."""
     pair_numel: int = 0
     """Elements for each pair of tokens of a sample that stay for backward: attention scores, unless attention is fused."""
     pair_flops: int = 0
@@ -209,7 +209,7 @@ def _module_part(
 
 
 def chosen_share(module: nn.Module) -> float:
-    """Of a model's experts, the share that a token is sent to, as its ``config`` says."""
+    """The share of a model's experts that a token is sent to, as its ``config`` says."""
     config = getattr(module, "config", None)
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", None)

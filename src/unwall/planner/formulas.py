@@ -1,7 +1,7 @@
 """The memory and bandwidth model of ZeRO and ZeRO-Infinity. Pure arithmetic: no torch, no machine.
 
 Sources: ZeRO (arXiv 1910.02054), ZeRO-Infinity (arXiv 2104.07857). Parameters are counted in elements, ``batch`` in samples,
-``seq`` in tokens per sample; whose batch it is (a device's, a node's) the caller decides, and the answer is that one's.
+``seq`` in tokens per sample; given a device's batch the answer is for a device, given a node's for a node.
 """
 
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ def infinity_state_bytes(params: float) -> float:
 
 
 def checkpoint_bytes(batch: float, seq: float, hidden: float, layers: float, every: int = 1) -> float:
-    """Activation checkpoints, one each ``every`` layers."""
+    """Activation checkpoints, one per ``every`` layers."""
     _check(batch=batch, seq=seq, hidden=hidden, layers=layers)
     _check_positive(every=every)
     return HALF_BYTES * batch * seq * hidden * layers / every
@@ -99,7 +99,7 @@ def activation_working_bytes(batch: float, seq: float, hidden: float, heads: flo
 
 
 def step_flops(params: float, batch: float, seq: float, recompute: bool = True) -> float:
-    """FLOPs of an iteration: 2 a parameter and token forward, 4 backward, 2 more when forward is recomputed."""
+    """FLOPs of an iteration: 2 per parameter and token forward, 4 backward, 2 more when forward is recomputed."""
     _check(params=params, batch=batch, seq=seq)
     return (8 if recompute else 6) * batch * seq * params
 

@@ -13,8 +13,8 @@ from unwall.tiers.sizes import parse_bytes
 
 MACHINES = Path(__file__).parent / "machines"
 BLOCK_SHARE = 0.64
-"""Of the matmul rate, what training a transformer reaches: 505 of 785 TFLOP/s, recomputation counted, with our reference
-workload on one H200."""
+"""The share of the matmul rate that training a transformer reaches: 505 of 785 TFLOP/s, recomputation counted, with our
+reference workload on one H200."""
 _DAY_S = 86_400
 _BY_DTYPE = ("matmul_flops_per_s", "block_flops_per_s", "block_s_per_param")
 
@@ -119,7 +119,7 @@ class Hardware:
         return self.matmul_flops_per_s[dtype]
 
     def block_rate(self, dtype: str) -> float:
-        """FLOPs a second that a transformer block reaches on one device."""
+        """FLOPs per second that a transformer block reaches on one device."""
         return self.block_flops_per_s.get(dtype) or BLOCK_SHARE * self.flops_per_s(dtype)
 
     def ceilings(self, dtype: str = "bfloat16") -> Ceilings:
@@ -143,7 +143,7 @@ class Hardware:
         )
 
     def disk_days(self, written_bytes: float, seconds: float) -> float | None:
-        """Days until a node's drives are worn out when they take ``written_bytes`` each ``seconds``. None: unknown."""
+        """Days until a node's drives are worn out when they take ``written_bytes`` every ``seconds``. None: unknown."""
         _positive(self.name, "written_bytes", written_bytes)
         _positive(self.name, "seconds", seconds)
         return None if self.disk_endurance_bytes is None else self.disk_endurance_bytes / (written_bytes / seconds * _DAY_S)

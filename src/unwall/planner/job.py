@@ -21,9 +21,9 @@ class Workload:
     """What one rank computes between two steps."""
 
     batch: int = 1
-    """Samples of one forward and backward."""
+    """Samples per forward and backward."""
     seq: int = 1024
-    """Tokens of a sample."""
+    """Tokens per sample."""
     passes: int = 1
     """Forwards and backwards before a step: their gradients add up."""
     activations: Keeping = "recompute"

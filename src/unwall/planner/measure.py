@@ -22,7 +22,7 @@ HEAT_S = 1.5
 """How long an accelerator is kept busy before it is timed."""
 COPY_BYTES = 128 << 20
 UPDATE_NUMEL = 6 << 20
-"""Parameters a thread: 14 bytes each, far more than its share of the caches."""
+"""Parameters per thread: 14 bytes each, far more than its share of the caches."""
 DISK_BYTES = 256 << 20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

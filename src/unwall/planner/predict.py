@@ -105,7 +105,7 @@ def work_of(job: Job) -> StepWork:
 
 
 def kept_share(job: Job) -> float:
-    """Of what is fetched and dropped, how much may stay on the device from forward to backward."""
+    """How much of what is fetched and dropped may stay on the device from forward to backward."""
     budget = job.plan.budget_device_bytes
     flats = sum(
         size.flat_bytes

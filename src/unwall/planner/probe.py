@@ -19,7 +19,7 @@ from unwall.planner.pace import dtype_name
 from unwall.tiers.device import default_device
 
 VERSION = 1
-"""Of what is measured: raise it when an old file would be read wrongly."""
+"""The version of what is measured: raise it when an old file would be read wrongly."""
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, its number, and how many there are."""
 

@@ -43,8 +43,8 @@ def plan(
     """The fastest plan that fits, with its prediction and those that lost: ``print`` it, or give it to ``unwall.shard``.
 
     ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
-    shape such as ``80x10240``. ``batch`` is the samples of a step over all ranks, ``seq`` the tokens of a sample.
-    ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are a rank's, as in
+    shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
+    ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank, as in
     ``Plan``. ``offload_activations`` also looks at what the engine does not do yet: activation checkpoints on the host.
     PlanError says what would fit where nothing does.
     """

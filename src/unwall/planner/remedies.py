@@ -61,7 +61,7 @@ def _host(place: Candidate, hardware: Hardware, ranks: int, allowance: Allowance
     short = lack(place, ranks, allowance)
     if isinstance(short, Short) and short.tier == "host":
         node = int(short.needed_bytes * min(ranks, hardware.devices_per_node) / HOST_SHARE)
-        yield f"{format_bytes(node)} of host memory a node (there are {format_bytes(hardware.host_bytes)})"
+        yield f"{format_bytes(node)} of host memory per node (there are {format_bytes(hardware.host_bytes)})"
 
 
 def _ranks(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _disk(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Ite
         return
     short = lack(spill, ranks, dataclasses.replace(given, disk_bytes=0))
     if isinstance(short, Short):
-        yield f"a disk with {format_bytes(short.needed_bytes)} a rank: disk='/path/on/a/fast/drive'"
+        yield f"a disk with {format_bytes(short.needed_bytes)} per rank: disk='/path/on/a/fast/drive'"
 
 
 def _device(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:

@@ -73,7 +73,7 @@ def summary(plan: ChosenPlan) -> str:
     ]
     if found.disk_written_bytes_per_day:
         worn = "" if found.disk_days is None else f": worn out after {found.disk_days:,.0f} days"
-        lines.append(f"a node's drives take {found.disk_written_bytes_per_day / 1e12:.1f} TB a day{worn}")
+        lines.append(f"a node's drives take {found.disk_written_bytes_per_day / 1e12:.1f} TB per day{worn}")
     return "\n".join(lines)
 
 

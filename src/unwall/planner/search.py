@@ -76,7 +76,7 @@ class Search:
                 self.lost[candidate.name] = Verdict(candidate.name, candidate.workload, made)
 
     def compute_s(self, load: Workload) -> float:
-        """What the device computes for, at the least."""
+        """The least time that the device computes for."""
         described = self.outline.description
         once = described.flops(load.batch, load.seq, load.recompute) / self._pace.block_flops_per_s
         return load.passes * (once + (4 if load.recompute else 3) * self._pace.s_per_param * described.params)

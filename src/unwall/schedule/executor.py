@@ -169,8 +169,8 @@ class Executor(Generic[AnyGroup, AnyGradient]):
     def finish_reduces(self, leave: int = 0, departed: bool = True) -> None:
         """Waits for reductions under way, the oldest first, until only ``leave`` are left.
 
-        ``departed``: what leaves the device is waited for until it has left. Otherwise the host, which runs ahead of the
-        device, would have it hold the gradients of the whole model on their way."""
+        ``departed``: also waits until what leaves the device has left it. Otherwise the host, which runs ahead of the device,
+        would queue so many sums that the device held the gradients of the whole model at once."""
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()

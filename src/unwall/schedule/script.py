@@ -83,10 +83,10 @@ class _Entry:
 class Book:
     """Which script followed which situation.
 
-    One recording is enough at first, if it is of a pass that was predicted: others fetched nothing ahead, as a script should,
-    so it takes two of those. Where something else was expected it takes two equal ones, and twice as many after each script
-    that failed, up to ``MOST_REPEATS``; half as many after each one that held. So a loop that changes now and then soon follows
-    a script again, and a loop that changes all the time follows none.
+    At first one recording is enough if its pass went as predicted. Otherwise it takes two, because such a pass fetched nothing
+    ahead, which a script should. Where another script was expected it takes two equal recordings, and twice as many after each
+    script that failed, up to ``MOST_REPEATS``; half as many after each one that held. So a loop that changes now
+    and then soon follows a script again, and a loop that changes all the time follows none.
     """
 
     _entries: dict[Hashable, _Entry] = field(default_factory=dict)

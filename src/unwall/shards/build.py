@@ -172,8 +172,8 @@ def check_fit(
         if optimizer and "auto" in (plan.params, plan.optimizer) and plan.directories:
             advice += ", or optimizer='disk' (left to unwall, homes are chosen for the states of AdamW)"
         raise PlanError(
-            f"the plan does not fit{optimizer and f' {optimizer}'}: states on the {tier} take {format_bytes(held)} a rank, and "
-            f"{format_bytes(working)} more while working, but {tier}_bytes is {format_bytes(budget)} ({budget} bytes). "
+            f"the plan does not fit{optimizer and f' {optimizer}'}: states on the {tier} take {format_bytes(held)} per rank, "
+            f"and {format_bytes(working)} more while working, but {tier}_bytes is {format_bytes(budget)} ({budget} bytes). "
             f"The nearest plan that fits on {ranks}: Plan(stage={plan.stage}, {tier}_bytes={held + working}){advice}"
         )
 

@@ -209,8 +209,8 @@ class Gradient:
         return self._place.square_sum
 
     def forget(self, slots: set[int]) -> None:
-        """Takes out the gradients of some parameters: at once for whoever asks, in memory when the others' are read or added
-        to. An update may be reading them now."""
+        """Takes out the gradients of some parameters. They count as gone at once; their memory is zeroed when the others' are
+        read or added to, because an update may be reading it now."""
         if self.held:
             self._place.square_sum = None
             self._forgotten |= slots

@@ -4,7 +4,7 @@ fp32 compute: the parameters are the master. bf16 compute: the bf16 parameters p
 ``bits(master) = (half << 16) + remainder``. fp16 compute: an fp32 copy beside the parameters.
 
 [Note: pieces]
-Taking fp32 apart and joining it makes a handful of temporaries of four bytes an element. For a whole group they would take
+Taking fp32 apart and joining it makes a handful of temporaries of four bytes per element. For a whole group they would take
 more memory than its states, just when the device is full; so both are done piece by piece.
 """
 

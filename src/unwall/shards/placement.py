@@ -2,7 +2,7 @@
 
 [Note: ladder]
 A group can live at four heights. All its states on the device; all on the host; parameters and gradient on the host with the
-optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers a step (read for forward and
+optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers per step (read for forward and
 for backward, written after the update), a byte of gradient or optimizer state two. So host memory goes to the parameters and
 gradients of all groups first, then to optimizer state, and the device takes whole groups.
 """
@@ -171,8 +171,8 @@ def _climb_together(
 ) -> list[Home]:
     """Raises the groups that are not on the device towards ``goal``: all at once if that fits, otherwise one after the other.
 
-    At once first, because the last group that leaves the disk frees the disk's buffers: with a look at one group at a time a
-    host that holds everything would be taken for too small."""
+    All at once comes first, because the disk's buffers go when its last group does: looking at one group at a time, a host
+    that can hold everything would seem too small."""
     limits = [ladder if home == DEVICE else _at_most(ladder, goal) for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
     if _fits_host(sizes, everyone, budget_bytes):

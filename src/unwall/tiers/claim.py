@@ -2,7 +2,7 @@
 
 [Note: claims]
 Every file of the disk tier is held under ``flock`` by the process that made it. The kernel drops the lock when that
-process ends, however it ends, so "can be locked" means "left by a dead process". A file is removed only by who holds its
+process ends, however it ends, so "can be locked" means "left by a dead process". A file is removed only by whoever holds its
 lock, so under the lock "has a name" is a fact: whoever has just locked a file looks again whether it was removed meanwhile.
 A new file that is taken for a dead one between its making and its locking is thus noticed, and another one made.
 

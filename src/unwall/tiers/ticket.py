@@ -140,7 +140,7 @@ class Metered:
 
 
 def hold_back(ticket: Ticket, device: torch.device) -> None:
-    """Waits for ``ticket``'s work, so that this thread does not run too far ahead of the device. A stall it is only where this
+    """Waits for ``ticket``'s work, so that this thread does not run too far ahead of the device. It is a stall only where this
     thread is what computes: an accelerator goes on with what was queued on it."""
     inner = ticket.inner if isinstance(ticket, Metered) and device.type != "cpu" else ticket
     inner.wait()

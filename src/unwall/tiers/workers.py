@@ -10,7 +10,7 @@ _pools: dict[int, WorkerPool] = {}  # by process: a forked child needs its own
 
 
 def shared_pool() -> WorkerPool:
-    """One pool a process, with as many threads as torch uses; beside an accelerator two fewer, which keep it fed."""
+    """One pool per process, with as many threads as torch uses; beside an accelerator two fewer, which keep it fed."""
     pid = os.getpid()
     if pid not in _pools:
         threads = torch.get_num_threads()

@@ -8,7 +8,7 @@
 
 using namespace unwall;
 
-// The handle. It is never freed (a few dozen bytes an engine, kept reachable in a list), so that a call that comes after
+// The handle. It is never freed (a few dozen bytes per engine, kept reachable in a list), so that a call that comes after
 // or during uw_disk_close finds a closed engine and not freed memory. `owner` is read without the lock: in a forked child
 // the lock may be held for ever by a thread that does not exist there.
 struct uw_disk {

@@ -14,7 +14,7 @@
 namespace unwall {
 namespace {
 
-// Elements a chunk, whatever the number of workers. Large enough that taking one costs nothing and the hardware
+// Elements per chunk, whatever the number of workers. Large enough that taking one costs nothing and the hardware
 // prefetchers run in, small enough that a few workers end within a fraction of a millisecond of each other.
 constexpr int64_t CHUNK_NUMEL = 1 << 16;
 constexpr int64_t COPY_CHUNK_BYTES = 1 << 20;

@@ -103,7 +103,7 @@ UW_API uw_ticket uw_join(uw_pool* pool, float* dst, const void* half, const int1
                          const uw_ticket* after, int32_t n_after, uw_error* err);
 UW_API uw_ticket uw_copy(uw_pool* pool, void* dst, const void* src, int64_t bytes, const uw_ticket* after, int32_t n_after,
                          uw_error* err);
-// Slows every job of the pool down to at most this many bytes a second of its traffic (0: full speed). For overlap tests.
+// Slows every job of the pool down to at most this many bytes per second of its traffic (0: full speed). For overlap tests.
 UW_API int uw_pool_throttle(uw_pool* pool, double bytes_per_second);
 
 // ---- memory -------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ UW_API uw_ticket uw_disk_submit(uw_disk* disk, int32_t op, int32_t file, int64_t
 UW_API int64_t uw_disk_pending(uw_disk* disk);
 // Fault injection for tests: from the `skip`-th block of `op` on, `count` blocks fail with errno `code`.
 UW_API int uw_disk_fault(uw_disk* disk, int32_t op, int64_t skip, int64_t count, int32_t code);
-// Slows blocks of `op` down to this many bytes a second in all (0: full speed). For overlap tests.
+// Slows blocks of `op` down to this many bytes per second in all (0: full speed). For overlap tests.
 UW_API int uw_disk_throttle(uw_disk* disk, int32_t op, double bytes_per_second);
 
 #ifdef __cplusplus

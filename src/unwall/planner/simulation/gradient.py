@@ -7,7 +7,7 @@ from unwall.planner.simulation.rank import VirtualRank
 
 
 class SimulatedGradient:
-    """What the executor drives in the place of ``shards.gradients.Gradient``: what is taken and given back, in its order."""
+    """What the executor drives in the place of ``shards.gradient.Gradient``: what is taken and given back, in its order."""
 
     def __init__(self, group: SimulatedGroup, rank: VirtualRank) -> None:
         self.group = group

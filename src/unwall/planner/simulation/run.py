@@ -14,10 +14,10 @@ from unwall.planner.simulation.update import measure_norm, submit_update
 from unwall.schedule.executor import Executor
 
 STEPS = 2
-"""Simulated; the last one counts. It meets the updates of the first; a third would be like it."""
+"""Steps that are simulated; the last one counts. It meets the updates of the first; a third would be like it."""
 
 PASSES = 3
-"""Simulated of those before a step, at most: those between the first and the last are alike."""
+"""At most so many of the passes before a step are simulated: those between the first and the last are alike."""
 
 
 @dataclass(frozen=True)
