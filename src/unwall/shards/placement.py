@@ -156,7 +156,7 @@ def place(
     """A home for every group, the fastest that the budgets hold. See [Note: ladder].
 
     The first groups of the model go to the device: they are needed first, while the host still updates the rest. What does
-    not fit anywhere gets its slowest home all the same; ``check`` in build.py says what is missing.
+    not fit anywhere gets its slowest home all the same; ``check_fit`` in build.py says what is missing.
     """
     ladders = [_ladder(size, plan) for size in sizes]
     homes = [ladder[-1] for ladder in ladders]
