@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
 
 _push = torch._C._autograd._push_saved_tensors_default_hooks
@@ -77,12 +78,17 @@ class SavedTensors:
         """A pair of ours is in place."""
         self._versions = Versions(self._name_of)
         self._groups = groups
-        self._flats = {group.flat.untyped_storage()._cdata: group.index for group in groups if group.evictable}
+        self._flats: dict[int, int] = {}
+        """From storages that come and go to groups."""
+        for group in groups:
+            if group.evictable:
+                group.buffer.make_known(self._flats, group.index)
+        self._streams = bool(self._flats)
 
     @property
     def streams(self) -> bool:
         """Whether there are groups that come and go."""
-        return bool(self._flats)
+        return self._streams
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """The group that comes and goes of which this is a view."""
@@ -92,7 +98,7 @@ class SavedTensors:
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
-        if not self._flats and not self.layers:
+        if not self._streams and not self.layers:
             return None
         top = _current()
         owner = _owner(top)
@@ -126,9 +132,26 @@ class SavedTensors:
     def _over(self, top: Any) -> "Pair":
         return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
 
+    def views_of(self, index: int) -> SavedViews:
+        """The count of what autograd holds of a group's flat buffer."""
+        return self._groups[index].buffer.saved
+
     def _name_of(self, tensor: torch.Tensor) -> str:
         index = self.group_of(tensor)
         return "a tensor" if index is None else f"a parameter of group {self._groups[index].name}"
+
+
+class Counted:
+    """Goes with a view of a flat buffer that autograd holds: as long as it lives, the view counts as ours."""
+
+    __slots__ = ("_views",)
+
+    def __init__(self, views: SavedViews) -> None:
+        self._views = views
+        views.count += 1
+
+    def __del__(self) -> None:
+        self._views.count -= 1
 
 
 class Pair:
@@ -140,14 +163,21 @@ class Pair:
         self.saved = saved
         self._layers = layers
 
-    def pack(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
+    def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, Counted | None]":
         value: Any = tensor
         for layer in self._layers:
             value = layer.pack(value)
-        return self.saved.group_of(tensor), value
+        index = self.saved.group_of(tensor)
+        if index is None:
+            return None, value, None
+        # What other hooks keep beside what they give back is not known: it counts as somebody else's.
+        ours = not isinstance(self._layers[0], Hooks) or (
+            isinstance(value, torch.Tensor) and self.saved.group_of(value) == index
+        )
+        return index, value, Counted(self.saved.views_of(index)) if ours else None
 
-    def unpack(self, packed: tuple[int | None, Any]) -> Any:
-        index, value = packed
+    def unpack(self, packed: "tuple[int | None, Any, Counted | None]") -> Any:
+        index, value, _ = packed
         if index is not None:
             self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):

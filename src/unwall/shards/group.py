@@ -20,6 +20,7 @@ from torch import nn
 from unwall.native.library import DiskError
 from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Collective, Ranks
+from unwall.shards.flat import FlatBuffer
 from unwall.shards.layout import Layout, Segment
 from unwall.shards.local import show
 from unwall.shards.placement import Home
@@ -83,11 +84,7 @@ class Group:
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel
         self.states: dict[StateKey, Store] = {}
-        self._flat_block = tiers.device.allocate(layout.flat_bytes, f"parameters of {name}")
-        self.flat = self._flat_block.view(layout.dtype)
-        self._views = [self.flat[slot.offset : slot.end].view(slot.view_shape) for slot in layout.slots]
-        if self.evictable:
-            tiers.device.deflate(self._flat_block)
+        self.buffer = FlatBuffer(tiers.device, layout, name, self.evictable)
         self.param: Store | None = None
         """The owned run of the parameters, where it has a place of its own."""
         if not self.flat_is_home:
@@ -96,6 +93,11 @@ class Group:
             self.param = Store(tiers, self.pending, home.params, held, layout.dtype, label, pinned=True)
         self._gathers = ranks.size > 1 and not (home.tier == "host" and own_all)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole parameters, end to end, where they are gathered."""
+        return self.buffer.tensor
 
     @property
     def pool(self) -> WorkerPool:
@@ -134,8 +136,7 @@ class Group:
         self._expect(Residence.ABSENT)
         self.pending.settle()
         self.pending.staging.close()  # training goes on: the memory for looking at states is free again
-        if self.evictable:
-            self._tiers.device.inflate(self._flat_block)
+        self.buffer.fill()
         self.residence = Residence.ARRIVING
         try:
             self._start_filling()
@@ -148,11 +149,13 @@ class Group:
             if self.home.tier == "host":
                 assert self.param is not None
                 block = self.param.block
-                part = Region(self._flat_block, self.own_start * self.layout.dtype.itemsize, block.nbytes)
+                part = Region(self.buffer.block, self.own_start * self.layout.dtype.itemsize, block.nbytes)
                 self._copying = self._tiers.links.copy(Region.whole(block), part, self.name)
+                self.buffer.hold(self._copying)
             if self._gathers:
                 self._await_copy()  # the gather reads what is being copied
                 self._gathering = self._ranks.all_gather(self.flat, self._gather_source())
+                self.buffer.hold(self._gathering)
 
     def serve_gather(self) -> None:
         """Takes part in a gather that another rank needs. What this rank holds keeps its values."""
@@ -183,35 +186,34 @@ class Group:
             raise RuntimeError(f"group {self.name} is dropped, but it is absent")
         self._await_arrival()
         self.detach()
-        if self.evictable:
-            self._tiers.device.deflate(self._flat_block)
+        self.buffer.empty()
 
     def _await_arrival(self) -> None:
         self._await_copy()
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+        self.buffer.settled()
 
     def _await_copy(self) -> None:
         """What is queued from now on comes after the copy. On an accelerator a stream waits, not this thread."""
-        copying, self._copying = self._copying, None
-        if copying is None:
+        if self._copying is None:
             return
         try:
-            order_after(copying, self._tiers.device.device)
+            order_after(self._copying, self._tiers.device.device)
         except BaseException as error:
             self._give_up()
             if isinstance(error, DiskError):
                 raise named(error, f"reading the parameters of group {self.name}") from error
             raise
+        self._copying = None
 
     def _give_up(self) -> None:
         """A fetch failed: ABSENT, so that the next use tries again."""
         self._copying = self._gathering = None
         if self.residence is not Residence.ABSENT:
             self.detach()
-            if self.evictable:
-                self._tiers.device.deflate(self._flat_block)
+            self.buffer.empty()
 
     def _gather_source(self) -> torch.Tensor:
         if self.home.tier == "host" or self.flat_is_home:
@@ -231,7 +233,7 @@ class Group:
     def _attach_one(self, slot: int) -> None:
         """A parameter that lies in several slots is never shown: whoever computes with it takes the views of its parts."""
         if self.layout.slots[slot].whole:
-            show(self.params[slot], self._views[slot])
+            show(self.params[slot], self.buffer.views[slot])
 
     def show(self, slot: int) -> None:
         """A parameter that was lent to the user shows again what its group's residence says."""
@@ -242,7 +244,7 @@ class Group:
 
     def view_of(self, slot: int) -> torch.Tensor:
         """The slot's place in the flat buffer, whatever the parameter shows now."""
-        return self._views[slot]
+        return self.buffer.views[slot]
 
     # -- states this rank owns ----------------------------------------------------------------------------------------
 

@@ -55,6 +55,8 @@ class MemoryBlock(Block):
     def __init__(self, ledger: Ledger, nbytes: int, label: str, data: torch.Tensor) -> None:
         super().__init__(ledger, nbytes, label)
         self._data = data
+        self.charged = True
+        """Its bytes are counted in the ledger."""
 
     @property
     def data(self) -> torch.Tensor:

@@ -41,28 +41,35 @@ class DeviceTier:
         return MemoryBlock(self.ledger, nbytes, label, data)
 
     def free(self, block: Block) -> None:
-        deflated = isinstance(block, MemoryBlock) and not block.freed and block.deflated
+        charged = isinstance(block, MemoryBlock) and block.charged
         block.mark_freed(self.ledger)
-        if not deflated:
+        if charged:
             self.ledger.release(block.nbytes)
 
     def deflate(self, block: MemoryBlock) -> None:
-        """Takes the block's memory away and keeps its storage object."""
-        if block.deflated:
-            raise RuntimeError(f"{block!r} is already deflated")
+        """Takes the block's memory away and keeps its storage object. Nothing to do where it has none.
+
+        RuntimeError, and nothing is changed, for a storage that cannot be resized (someone made a numpy array of it).
+        """
         block.data.untyped_storage().resize_(0)
-        self.ledger.release(block.nbytes)
+        self._account(block)
 
     def inflate(self, block: MemoryBlock) -> None:
-        """Gives the block memory again, with undefined content."""
-        if not block.deflated:
-            raise RuntimeError(f"{block!r} is not deflated")
-        self.ledger.reserve(block.nbytes, block.label)
+        """Gives the block memory again, with undefined content. Nothing to do where it has some."""
+        self._account(block)
+        if not block.charged:
+            self.ledger.reserve(block.nbytes, block.label)
+            block.charged = True
         try:
             block.data.untyped_storage().resize_(block.nbytes)
-        except BaseException:
+        finally:
+            self._account(block)
+
+    def _account(self, block: MemoryBlock) -> None:
+        """The ledger counts what the block has, whatever was interrupted before."""
+        if block.charged and block.deflated:
+            block.charged = False
             self.ledger.release(block.nbytes)
-            raise
 
     def close(self) -> None:
         """Nothing to do: memory goes with its blocks."""

@@ -1,0 +1,109 @@
+"""Tensors that share memory with a parameter and outlive its stay on the device keep their values; nothing crashes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import unwall
+from unwall.plans import Plan
+
+WIDTH = 64
+KEEP = {
+    "detach": lambda weight: weight.detach(),
+    "data": lambda weight: weight.data,
+    "view": lambda weight: weight.data[3:9].t(),
+    "numpy": lambda weight: weight.detach().numpy(),
+}
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+
+def iterate(model, optimizer, seed):
+    torch.manual_seed(seed)
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def start(place, folder, tight):
+    budget = {"device_bytes": 8 * 4 * (WIDTH * WIDTH + WIDTH)} if tight else {}
+    model = build()
+    unwall.shard(model, Plan(params=place, optimizer=place, compute_dtype=torch.float32, disk=folder, **budget))
+    return model, unwall.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("tight", [False, True], ids=["room", "tight"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("keep", KEEP)
+def test_what_is_kept_in_a_hook_stays_as_it_was(keep, place, tight, tmp_path):
+    plain, plain_optimizer = start("device", tmp_path, tight=False)
+    model, optimizer = start(place, tmp_path, tight)
+    kept, copies = [], []
+
+    def hook(module, inputs, output):
+        kept.append(KEEP[keep](module.weight))
+        copies.append(torch.as_tensor(kept[-1]).clone())
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        handle = model[1].register_forward_hook(hook)
+        losses = [iterate(model, optimizer, seed) for seed in range(3)]
+        handle.remove()
+        losses += [iterate(model, optimizer, seed) for seed in range(3, 5)]
+    assert losses == [iterate(plain, plain_optimizer, seed) for seed in range(5)]
+    for alias, copy in zip(kept, copies, strict=True):
+        assert torch.equal(torch.as_tensor(alias), copy)
+    told = [str(entry.message) for entry in said if "shares memory" in str(entry.message)]
+    assert len(told) == 1  # for that group, not at each drop
+    assert "clone()" in told[0]
+
+
+def test_writing_to_what_was_kept_harms_nobody(tmp_path):
+    plain, plain_optimizer = start("device", tmp_path, tight=False)
+    model, optimizer = start("host", tmp_path, tight=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        out = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)))
+        kept = [layer.weight.data for layer in model]
+        out.square().mean().backward()
+        optimizer.zero_grad()
+        for seed in range(3):
+            expected = iterate(plain, plain_optimizer, seed)
+            assert iterate(model, optimizer, seed) == expected
+            for alias in kept:
+                if alias.untyped_storage().nbytes() == alias.numel() * 4:  # its own memory: not a placeholder
+                    alias.fill_(123.0)
+
+
+def test_nothing_is_said_where_nothing_is_kept(tmp_path):
+    model, optimizer = start("host", tmp_path, tight=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            iterate(model, optimizer, seed)
+        model(torch.randn(2, WIDTH))  # a graph that is abandoned
+        iterate(model, optimizer, 3)
+    assert unwall.stats(model).tiers["device"].live_bytes <= unwall.stats(model).tiers["device"].budget_bytes
+
+
+def test_memory_left_to_someone_comes_back_when_it_is_dropped(tmp_path):
+    """What the account shows is what the engine holds; the rest is the user's."""
+    model, optimizer = start("host", tmp_path, tight=True)
+    kept = []
+    handle = model[2].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for seed in range(3):
+            iterate(model, optimizer, seed)
+    handle.remove()
+    stats = unwall.stats(model).tiers["device"]
+    assert stats.peak_bytes <= stats.budget_bytes
+    kept.clear()
+    iterate(model, optimizer, 3)
