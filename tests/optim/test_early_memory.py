@@ -84,7 +84,7 @@ class Asked:
 
     def __init__(self, ledger):
         self.happened = threading.Event()
-        ledger.reclaimers.insert(0, weakref.WeakMethod(self.reclaim))  # asked before the others
+        ledger._reclaimers.insert(0, weakref.WeakMethod(self.reclaim))  # asked before the others
 
     def reclaim(self):
         self.happened.set()

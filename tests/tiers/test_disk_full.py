@@ -1,7 +1,6 @@
 """A drive that is full, on a real small file system."""
 
 import errno
-import weakref
 
 import pytest
 from tier_tools import MIB, Tiers, pattern, tmpfs
@@ -75,7 +74,7 @@ def test_a_full_drive_gets_back_what_others_can_do_without(tmp_path, asked):
                 tier.allocate(6 * MIB)
             tier.close()
             return
-        tier.ledger.reclaimers.append(weakref.WeakMethod(spare.give_back))
+        tier.ledger.ask_before_refusing(spare.give_back)
         assert tier.allocate(6 * MIB).nbytes == tier.ledger.live_bytes == 6 * MIB
         with pytest.raises(OSError, match="cannot reserve"):
             tier.allocate(6 * MIB)  # there is nothing left to give back

@@ -87,6 +87,8 @@ class AdamW(ShardedOptimizer):
         if not slots:
             return
         if self._early.in_place:
+            if (id(engine), index) in self._early.applied:
+                return  # told twice: of a gradient that was forgotten on its way, and of the one after it
             if engine.ranks.size > 1:
                 return  # ranks in another order may add to this sum until backward ends
             if not all(group.layout.slots[slot].whole for slot in slots):

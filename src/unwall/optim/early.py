@@ -151,7 +151,7 @@ class EarlyUpdates:
             self._seen.add(engine)
             for ledger in engine.tiers.ledgers.values():
                 if ledger.tier != "device":
-                    ledger.reclaimers.append(weakref.WeakMethod(self.reclaim))
+                    ledger.ask_before_refusing(self.reclaim)
         if not group.home.on_disk:
             return self.shadows.of_group(engine, group, stores)
         ahead = sum(other.through_disk and other.under_way for other in self._speculations.open())

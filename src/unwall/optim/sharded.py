@@ -84,7 +84,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.gradients[index].check()  # before anything is updated
         inverse = self._inverse()
         clip = self._clip if self._clip is not None else self.max_grad_norm
-        self._clip = None
         factor: torch.Tensor | None = None
         if clip is not None or inverse != 1.0:
             total = self._measure(held)
@@ -97,6 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update(held, factor, inverse)
         else:
             self._nothing_to_update()
+        self._clip = None  # not before: a step that failed is tried again as it was
         for engine in self.engines():
             engine.steps += 1
         for engine, index, slots in held:

@@ -32,6 +32,7 @@ class Factor:
     def __init__(self, inverse: float, clip: torch.Tensor | None) -> None:
         self._inverse = inverse
         self._clip = clip
+        self._lock = threading.Lock()
         self._ready: torch.cuda.Event | None = None
         if clip is not None and clip.is_cuda:  # the thread that reads it knows another stream
             self._ready = torch.cuda.Event()
@@ -40,13 +41,14 @@ class Factor:
         """What it came to, once it was read."""
 
     def get(self) -> float:
-        if self._clip is not None:
-            if self._ready is not None:
-                self._ready.synchronize()
-            self._inverse *= float(self._clip)
-            self._clip = None
-        self.known = self._inverse
-        return self._inverse
+        with self._lock:  # the thread that trains reads it, too
+            if self._clip is not None:
+                if self._ready is not None:
+                    self._ready.synchronize()
+                self._inverse *= float(self._clip)
+                self._clip = None
+            self.known = self._inverse
+            return self._inverse
 
 
 class _BehindError(Exception):

@@ -1,5 +1,8 @@
 """Module calls: running (on the stack), and finished with a backward that may come."""
 
+import sys
+from types import FrameType
+
 from torch import nn
 
 from unwall.runtime.places import Place
@@ -9,15 +12,25 @@ from unwall.runtime.saved import Pair
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("groups", "module", "places", "saved")
+    __slots__ = ("caller", "groups", "module", "places", "saved")
 
-    def __init__(self, module: nn.Module, saved: Pair | None) -> None:
+    def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module
+        self.caller = caller
+        """Of the outermost call: the Python frame that makes it."""
         self.groups: list[int] = []
         self.places: set[Place] = set()
         """Trainable parameters it reads."""
         self.saved = saved
         """The hooks for saved tensors that are there for as long as it runs, if it is the outermost call."""
+
+
+def is_running(frame: FrameType | None) -> bool:
+    """Whether a Python frame is on the stack of this thread."""
+    at: FrameType | None = sys._getframe(1)
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
 
 
 class Call:

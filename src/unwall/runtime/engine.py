@@ -116,6 +116,7 @@ class Engine:
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
+        self.forward.forget_interrupted()
         for index, gradient in enumerate(self.gradients):
             if gradient.pending:
                 self.executor.reduce(index)

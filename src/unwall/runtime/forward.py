@@ -1,5 +1,6 @@
 """The calls of a sharded model's modules: which groups they read, and what their backward will need."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import nn
 
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
-from unwall.runtime.calls import Call, Frame
+from unwall.runtime.calls import Call, Frame, is_running
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
@@ -48,20 +49,30 @@ class Forward:
 
     def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
-        pair = None
+        if self._frames and module is self._frames[0].module:
+            self.forget_interrupted()
+        pair = caller = None
         if self._frames:
             if self.saved.watching:
                 self.saved.cover()
         else:
             if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
                 self._begin_pass()
-            pair = self.saved.watch()
-        frame = Frame(module, pair)
+            pair, caller = self.saved.watch(), sys._getframe(2)  # the call of the hook that called this
+        frame = Frame(module, pair, caller)
         self._frames.append(frame)
         for index in groups:
             self._read(frame, index)
         for param in reads:
             self.touched(param)
+
+    def forget_interrupted(self) -> None:
+        """Nothing tells of a call that ended with an interrupt (torch calls no hooks then): its frames are stale."""
+        if self._frames and not is_running(self._frames[0].caller):
+            pair = self._frames[0].saved
+            self._frames.clear()
+            if pair is not None:
+                self.saved.unwatch(pair)
 
     def touched(self, param: nn.Parameter) -> None:
         """A parameter is looked up on its module: someone in the innermost running call is about to read it."""

@@ -131,7 +131,12 @@ class OnDevice(LandingPlace):
             self._block, self._value = incoming, incoming.view(self._dtype)
         else:
             if self._value is not None:
-                self._widen().add_(incoming.view(self._dtype))
+                try:
+                    total = self._widen()
+                except BaseException:
+                    self._tiers.device.free(incoming)
+                    raise
+                total.add_(incoming.view(self._dtype))
             elif self.flat is not None:
                 self._value = self.flat.view(self._dtype).narrow(0, self._group.own_start, self._group.own_numel)
                 self._value.copy_(incoming.view(self._dtype))

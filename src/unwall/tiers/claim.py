@@ -90,7 +90,12 @@ def _create(directory: Path, rank: int) -> Claim:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except FileExistsError:  # another tier of this process, or one of the same number in another container
             continue
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except BaseException:  # a file system without locks
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
         if _is_at(descriptor, path):
             return Claim(path, descriptor)
         os.close(descriptor)  # see [Note: claims]

@@ -33,7 +33,7 @@ class Ledger:
             raise ValueError(f"{tier}_bytes must not be negative, got {budget_bytes}")
         self.tier = tier
         self.budget_bytes = budget_bytes
-        self.reclaimers: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._reclaimers: list[weakref.WeakMethod[Callable[[], None]]] = []
         """Asked to give back what they can do without, before a request is refused. They may wait for work that uses it, on the
         thread that asked: ask with no lock held that such work takes. See [Note: who waits for whom] in optim/early.py."""
         self._lock = threading.Lock()
@@ -62,14 +62,21 @@ class Ledger:
                 raise
             self._count(nbytes, label)
 
+    def ask_before_refusing(self, method: Callable[[], None]) -> None:
+        """A bound method that gives back what its object can do without. Known for as long as that object lives."""
+        with self._lock:
+            self._reclaimers.append(weakref.WeakMethod(method))
+
     def reclaim(self) -> bool:
         """Asks for what others can do without. False: there is nobody to ask."""
-        self.reclaimers = [method for method in self.reclaimers if method() is not None]
-        for method in self.reclaimers:
+        with self._lock:
+            self._reclaimers = [method for method in self._reclaimers if method() is not None]
+            asked = list(self._reclaimers)
+        for method in asked:
             call = method()
             if call is not None:
                 call()
-        return bool(self.reclaimers)
+        return bool(asked)
 
     def _count(self, nbytes: int, label: str) -> None:
         with self._lock:

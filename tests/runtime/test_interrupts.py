@@ -1,0 +1,110 @@
+"""A caught Ctrl-C in the middle of a forward or a fetch: the next iteration runs as if nothing had happened."""
+
+import pytest
+import torch
+from torch import nn
+
+import unwall
+from unwall.plans import Plan
+from unwall.shards import group as group_module
+
+WIDTH = 32
+
+
+class Nervous(nn.Module):
+    """Raises once, when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.interrupt = False
+
+    def forward(self, x):
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
+        return self.linear(x)
+
+
+def start(place, folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Nervous(), nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+    unwall.shard(model, Plan(params=place, optimizer=place, compute_dtype=torch.float32, disk=folder))
+    return model, unwall.AdamW(model.parameters(), lr=1e-2)
+
+
+def iterate(model, optimizer, seed):
+    torch.manual_seed(seed)
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+def test_an_interrupt_in_forward_is_forgotten(place, tmp_path):
+    expected = [iterate(*pair, seed) for pair in [start(place, tmp_path)] for seed in range(5)]
+    model, optimizer = start(place, tmp_path)
+    losses = [iterate(model, optimizer, seed) for seed in range(2)]
+    model[1][0].interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        iterate(model, optimizer, 99)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        losses += [iterate(model, optimizer, 2)]
+    assert saved  # the hooks around the model are seen again
+    unwall.stats(model).reset()
+    losses += [iterate(model, optimizer, seed) for seed in range(3, 5)]
+    assert losses == expected
+    assert unwall.stats(model).trace_mismatches == 0  # the order of a whole pass is known
+
+
+def test_a_submodule_after_the_interrupt_and_a_step(tmp_path):
+    model, optimizer = start("host", tmp_path)
+    model[1][0].interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(4, WIDTH))
+    optimizer.step()  # nothing to update, but the interrupted call is over
+    assert not unwall.api.engine(model).forward.running
+    assert model[0](torch.randn(4, WIDTH)).shape == (4, WIDTH)
+
+
+def test_a_model_that_calls_itself_is_no_interrupt(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, again=True):
+            return self.linear(self(x, again=False) if again else x)
+
+    torch.manual_seed(0)
+    plain, model = Twice(), Twice()
+    model.load_state_dict(plain.state_dict())
+    unwall.shard(model, Plan(params="host", optimizer="host", compute_dtype=torch.float32))
+    x = torch.randn(4, WIDTH)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_an_interrupted_fetch_waits_for_its_copy(monkeypatch, tmp_path):
+    """The memory must not go while the copy still writes to it."""
+    model, optimizer = start("host", tmp_path)
+    expected = [iterate(*pair, seed) for pair in [start("host", tmp_path)] for seed in range(3)]
+    losses = [iterate(model, optimizer, 0)]
+    engine = unwall.api.engine(model)
+    waited = []
+
+    def interrupted(ticket, device):
+        waited.append(ticket)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group_module, "order_after", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iterate(model, optimizer, 99)
+    assert all(ticket.done() for ticket in waited)
+    assert engine.device.ledger.live_bytes == 0
+    optimizer.zero_grad()
+    losses += [iterate(model, optimizer, seed) for seed in range(1, 3)]
+    assert losses == expected
