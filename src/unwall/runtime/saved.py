@@ -151,7 +151,9 @@ class Counted:
         views.count += 1
 
     def __del__(self) -> None:
-        self._views.count -= 1
+        views = getattr(self, "_views", None)  # None: interrupted while it was made
+        if views is not None:
+            views.count -= 1
 
 
 class Pair:
