@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unwall.shards import default_hooks
 from unwall.shards.control import TIMEOUT, Control, DivergedError, all_gather_flat
 from unwall.tiers.meter import LinkMeter
 
@@ -38,17 +39,20 @@ class Ranks:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
-        work = all_gather_flat(whole, shard, group=self._group, async_op=True)
+        with default_hooks.hidden():
+            work = all_gather_flat(whole, shard, group=self._group, async_op=True)
         return Collective(work, keep=(whole, shard), meter=self.meter, label="all-gather")
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Collective":
         """``shard`` becomes the sum over ranks of their ``whole``'s part for this rank."""
         if not self._on_host:
-            scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
+            with default_hooks.hidden():
+                scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
             return Collective(scattered, keep=(whole, shard), meter=self.meter, label="reduce-scatter")
         # gloo's own reduce-scatter moves N times the bytes. Exchange the parts and add them here, always in rank order.
         parts = torch.empty_like(whole)
-        work = dist.all_to_all_single(parts, whole, group=self._group, async_op=True)
+        with default_hooks.hidden():
+            work = dist.all_to_all_single(parts, whole, group=self._group, async_op=True)
 
         def add() -> None:
             rows = parts.view(self.size, -1)
