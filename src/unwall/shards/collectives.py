@@ -2,6 +2,7 @@
 
 import atexit
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ class Ranks:
         if group is not None and self.size > 1:
             self._on_host = "gloo" in str(group._get_backend(torch.device(device)).name()).lower()
         self.control = Control(_control_group(group) if group is not None and self.size > 1 else None, self.rank, self.size)
+        _live.add(self)
+
+    def let_go(self) -> None:
+        """Keeps the process groups no longer."""
+        self._group = None
+        self.control.let_go()
 
     def begin_announcing(self, words: int) -> None:
         """A model is ready: its ranks say which parameters have a gradient in ``words`` words (the largest group decides)."""
@@ -100,8 +107,17 @@ class Ranks:
             dist.broadcast(tensor, group=self._group, group_src=0)
 
 
+_live: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 _controls: dict["dist.ProcessGroup", "dist.ProcessGroup"] = {}
-atexit.register(_controls.clear)  # a group that lives into the interpreter's end aborts the process
+
+
+@atexit.register
+def _let_go_of_groups() -> None:
+    """Nothing here keeps a process group into the interpreter's end: its threads would want an interpreter that is gone, and
+    abort the process. Models that are still alive, or garbage that was not collected, do not count any more."""
+    for ranks in list(_live):
+        ranks.let_go()
+    _controls.clear()
 
 
 def _control_group(group: "dist.ProcessGroup") -> "dist.ProcessGroup":
