@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unwall
 from unwall.plans import Plan
-from unwall.runtime import saved
+from unwall.shards import default_hooks
 
 WIDTH = 32
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -362,5 +362,5 @@ def test_without_a_way_to_see_the_hooks_the_innermost_pair_counts(monkeypatch, t
     """A torch without that private function: hooks do not compose, and ours is the innermost pair."""
     expected = train(*plain(Net()))
     model, optimizer = sharded(Net(), "host", tmp_path)
-    monkeypatch.setattr(saved, "_top", None)
+    monkeypatch.setattr(default_hooks, "_top", None)
     assert_close(expected, train(model, optimizer, Copied()))

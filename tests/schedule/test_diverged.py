@@ -3,6 +3,7 @@
 Each way to diverge is tried early, while the ranks negotiate, and late, when they follow a script.
 """
 
+import contextlib
 import time
 
 import pytest
@@ -76,8 +77,17 @@ class Loop:
                 self.forward().backward()
                 self.optimizer.clip_grad_norm_(1.0)
                 self.optimizer.step()
+            case "an exception in forward":
+                last = list(self.model.modules())[-1].register_forward_pre_hook(stop)
+                with contextlib.suppress(ArithmeticError):
+                    self.forward()
+                last.remove()
             case "skips an iteration":
                 pass
+
+
+def stop(*_):
+    raise ArithmeticError("told to")
 
 
 WAYS = [
@@ -91,6 +101,7 @@ WAYS = [
     "state_dict of the optimizer",
     "full_params",
     "clips",
+    "an exception in forward",
     "skips an iteration",
 ]
 

@@ -14,7 +14,6 @@ from torch import nn
 import unwall
 from unwall.plans import Plan
 from unwall.schedule.script import Book
-from unwall.shards.control import Control
 
 WIDTH = 64
 STEPS = 16
@@ -116,7 +115,6 @@ def iterate(change, case, model, optimizer, drawn, step, rank):
 def count_failures():
     """How many scripts failed since the last call, in this rank."""
     if not hasattr(Book, "failures"):
-        Control.only_model = True  # a model of an earlier test may still be there; it runs no more
         Book.failures, failed = 0, Book.failed
 
         def counted(book, situation):

@@ -11,20 +11,28 @@ def test_turns_in_their_order():
     follow = Follow(gathers(0, 1, 2))
     for group in range(3):
         assert follow.is_next(Op(GATHER, group))
-        assert follow.go_to(Op(GATHER, group)) == ([], Turn(Op(GATHER, group)))
-    assert follow.go_to_end() == []
+        assert list(follow.go_to(Op(GATHER, group))) == [Turn(Op(GATHER, group))]
+    assert list(follow.go_to_end()) == []
     assert not follow.is_next(Op(GATHER, 2))
 
 
 def test_turns_before_the_one_that_is_needed_are_served():
     follow = Follow(gathers(0, 1, 2, 3))
-    assert follow.go_to(Op(GATHER, 2)) == (list(gathers(0, 1)), Turn(Op(GATHER, 2)))
-    assert follow.go_to_end() == list(gathers(3))
+    assert list(follow.go_to(Op(GATHER, 2))) == list(gathers(0, 1, 2))
+    assert list(follow.go_to_end()) == list(gathers(3))
+
+
+def test_turns_that_were_not_taken_are_left():
+    follow = Follow(gathers(0, 1, 2))
+    turns = follow.go_to(Op(GATHER, 2))
+    assert next(turns).op == Op(GATHER, 0)
+    assert follow.is_next(Op(GATHER, 1))  # something failed meanwhile
+    assert list(follow.go_to_end()) == list(gathers(1, 2))
 
 
 def test_what_does_not_come_any_more_changes_nothing():
     follow = Follow((*gathers(0, 1), Turn(Op(REDUCE, 0))))
-    follow.go_to(Op(GATHER, 0))
+    list(follow.go_to(Op(GATHER, 0)))
     assert follow.go_to(Op(GATHER, 0)) is None
     assert follow.go_to(Op(REDUCE, 1)) is None
     assert follow.is_next(Op(GATHER, 1))
@@ -32,8 +40,8 @@ def test_what_does_not_come_any_more_changes_nothing():
 
 def test_a_group_that_is_gathered_twice_has_two_turns():
     follow = Follow(gathers(0, 1, 0))
-    assert follow.go_to(Op(GATHER, 0))[0] == []
-    assert follow.go_to(Op(GATHER, 0))[0] == list(gathers(1))
+    assert list(follow.go_to(Op(GATHER, 0))) == list(gathers(0))
+    assert list(follow.go_to(Op(GATHER, 0))) == list(gathers(1, 0))
 
 
 def test_the_fingerprint_is_of_what_all_ranks_share():

@@ -21,13 +21,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
-
-_push = torch._C._autograd._push_saved_tensors_default_hooks
-_pop = torch._C._autograd._pop_saved_tensors_default_hooks
-_top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-"""The pair that autograd applies now. Without it (it is private to torch) pairs do not compose: the innermost one wins."""
 
 
 class Layer(Protocol):
@@ -100,34 +96,34 @@ class SavedTensors:
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
         if not self._streams and not self.layers:
             return None
-        top = _current()
+        top = default_hooks.top()
         owner = _owner(top)
         if owner is not None and owner.saved is self:
             return None
         pair = self._over(top)
-        _push(pair.pack, pair.unpack)
+        default_hooks.push(pair.pack, pair.unpack)
         self.watching = True
         return pair
 
     def cover(self) -> None:
         """While watching: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
-        top = _current()
+        top = default_hooks.top()
         if top is not None and _owner(top) is None:  # another sharded model's has ours among its layers
             pair = self._over(top)
-            _pop()
-            _push(pair.pack, pair.unpack)
+            default_hooks.pop()
+            default_hooks.push(pair.pack, pair.unpack)
 
     def unwatch(self, pair: "Pair") -> None:
         """Ends what ``watch`` began. Pairs that someone pushed since and has not popped yet stay."""
         self.watching = False
         above: list[Any] = []
-        while (top := _current()) is not None and _owner(top) is not pair:
+        while (top := default_hooks.top()) is not None and _owner(top) is not pair:
             above.append(top)
-            _pop()
-        if top is not None or _top is None:
-            _pop()
+            default_hooks.pop()
+        if top is not None or not default_hooks.visible():
+            default_hooks.pop()
         for pack, unpack in reversed(above):
-            _push(pack, unpack)
+            default_hooks.push(pack, unpack)
 
     def _over(self, top: Any) -> "Pair":
         return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
@@ -188,11 +184,6 @@ class Pair:
         if found is not None:  # also where hooks gave back another tensor than they got, or recomputed it meanwhile
             self.saved.reading(found)
         return value
-
-
-def _current() -> Any:
-    """The pair that autograd applies now, as far as it can be seen."""
-    return None if _top is None else _top(True)
 
 
 def _owner(top: Any) -> Pair | None:

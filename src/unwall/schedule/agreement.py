@@ -113,6 +113,7 @@ class Agreement:
         self._last: tuple[int, ...] = ()  # meeting, and what it was about
         self._since_step = 0  # forwards with gradients, and backwards
         self._settled = True  # no rank has gradients that were not reduced
+        self._owed: tuple[Op, set[int], bool] | None = None  # see _pay
         self._apart = ""  # how the ranks diverged: they cannot find together again
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -188,18 +189,19 @@ class Agreement:
         return self._segment.follow
 
     def _take(self, op: Op, own: tuple[int, ...] = ()) -> None:
+        if self._pay() == op:
+            return
         follow = self._following()
-        found = None if follow is None else follow.go_to(op)
-        if found is None:
+        turns = None if follow is None else follow.go_to(op)
+        if turns is None:
             self._serve_rest()
             self._negotiate(op, own)
             return
-        served, turn = found
-        for other in served:
-            self._perform_turn(other, wanted=False)
-        self._perform_turn(turn, wanted=True, own=own)
+        for turn in turns:
+            self._perform_turn(turn, wanted=turn.op == op, own=own)
 
     def _serve_rest(self) -> None:
+        self._pay()
         follow = self._following()
         for turn in follow.go_to_end() if follow is not None else ():
             self._perform_turn(turn, wanted=False)
@@ -306,7 +308,21 @@ class Agreement:
         self._segment.negotiated.append(Turn(op, present, wanted, own if wanted else (0,) * len(present)))
         self._perform(op, unpack_bits(present), wanted)
 
+    def _pay(self) -> Op | None:
+        """A collective in which this rank failed (a drive, memory, an interrupt) is owed: the others are in it. It comes before
+        anything else, so that no two collectives are mixed up."""
+        if self._owed is None:
+            return None
+        owed = self._owed
+        self._perform(*owed)
+        return owed[0]
+
     def _perform(self, op: Op, present: set[int], wanted: bool) -> None:
+        self._owed = (op, present, wanted)
+        self._act(op, present, wanted)
+        self._owed = None
+
+    def _act(self, op: Op, present: set[int], wanted: bool) -> None:
         if op.kind == GATHER:
             self._acts.join_gather(op.group)
         elif op.kind == REDUCE:

@@ -1,7 +1,7 @@
 """What the ranks will do together until they meet again: learned by watching, followed turn by turn. Pure bookkeeping."""
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,20 +52,21 @@ class Follow:
     def is_next(self, op: Op) -> bool:
         return self._at < len(self.script) and self.script[self._at].op == op
 
-    def go_to(self, op: Op) -> tuple[list[Turn], Turn] | None:
-        """The turns to serve first, and the one that is asked for. None, without any change, when it comes no more."""
+    def go_to(self, op: Op) -> Iterator[Turn] | None:
+        """The turns up to the one that is asked for, one by one as they are taken. None when it comes no more."""
         for at in range(self._at, len(self.script)):
             if self.script[at].op == op:
-                served = list(self.script[self._at : at])
-                self._at = at + 1
-                return served, self.script[at]
+                return self._until(at + 1)
         return None
 
-    def go_to_end(self) -> list[Turn]:
-        """All turns that are left."""
-        rest = list(self.script[self._at :])
-        self._at = len(self.script)
-        return rest
+    def go_to_end(self) -> Iterator[Turn]:
+        """All turns that are left, one by one as they are taken."""
+        return self._until(len(self.script))
+
+    def _until(self, end: int) -> Iterator[Turn]:
+        while self._at < end:
+            self._at += 1
+            yield self.script[self._at - 1]
 
 
 @dataclass

@@ -2,11 +2,13 @@
 
 import atexit
 import time
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from unwall.shards import default_hooks
 from unwall.shards.control import TIMEOUT, Control, DivergedError, all_gather_flat
 from unwall.tiers.meter import LinkMeter
 
@@ -27,6 +29,12 @@ class Ranks:
         if group is not None and self.size > 1:
             self._on_host = "gloo" in str(group._get_backend(torch.device(device)).name()).lower()
         self.control = Control(_control_group(group) if group is not None and self.size > 1 else None, self.rank, self.size)
+        _live.add(self)
+
+    def let_go(self) -> None:
+        """Keeps the process groups no longer."""
+        self._group = None
+        self.control.let_go()
 
     def begin_announcing(self, words: int) -> None:
         """A model is ready: its ranks say which parameters have a gradient in ``words`` words (the largest group decides)."""
@@ -38,17 +46,20 @@ class Ranks:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
-        work = all_gather_flat(whole, shard, group=self._group, async_op=True)
+        with default_hooks.hidden():
+            work = all_gather_flat(whole, shard, group=self._group, async_op=True)
         return Collective(work, keep=(whole, shard), meter=self.meter, label="all-gather")
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Collective":
         """``shard`` becomes the sum over ranks of their ``whole``'s part for this rank."""
         if not self._on_host:
-            scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
+            with default_hooks.hidden():
+                scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
             return Collective(scattered, keep=(whole, shard), meter=self.meter, label="reduce-scatter")
         # gloo's own reduce-scatter moves N times the bytes. Exchange the parts and add them here, always in rank order.
         parts = torch.empty_like(whole)
-        work = dist.all_to_all_single(parts, whole, group=self._group, async_op=True)
+        with default_hooks.hidden():
+            work = dist.all_to_all_single(parts, whole, group=self._group, async_op=True)
 
         def add() -> None:
             rows = parts.view(self.size, -1)
@@ -96,8 +107,17 @@ class Ranks:
             dist.broadcast(tensor, group=self._group, group_src=0)
 
 
+_live: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 _controls: dict["dist.ProcessGroup", "dist.ProcessGroup"] = {}
-atexit.register(_controls.clear)  # a group that lives into the interpreter's end aborts the process
+
+
+@atexit.register
+def _let_go_of_groups() -> None:
+    """Nothing here keeps a process group into the interpreter's end: its threads would want an interpreter that is gone, and
+    abort the process. Models that are still alive, or garbage that was not collected, do not count any more."""
+    for ranks in list(_live):
+        ranks.let_go()
+    _controls.clear()
 
 
 def _control_group(group: "dist.ProcessGroup") -> "dist.ProcessGroup":

@@ -37,6 +37,10 @@ class Control:
             self.model = _counts[self.group] = self.models_begun + 1
             _live.add(self)
 
+    def let_go(self) -> None:
+        """Keeps the process group no longer."""
+        self.group = None
+
     @property
     def models_begun(self) -> int:
         """How many models the ranks of this group have shared by now."""
@@ -81,4 +85,4 @@ def unpack_bits(words: Sequence[int]) -> set[int]:
 
 _live: "weakref.WeakSet[Control]" = weakref.WeakSet()
 _counts: dict["dist.ProcessGroup", int] = {}
-atexit.register(_counts.clear)  # a group that lives into the interpreter's end aborts the process
+atexit.register(_counts.clear)  # see _let_go_of_groups in shards/collectives.py

@@ -1,0 +1,56 @@
+"""The end of the interpreter in a process that has trained with other ranks: no abort, whatever is still there."""
+
+import subprocess
+import sys
+
+import pytest
+
+LIMIT_S = 100
+SCRIPT = """
+import os, sys, torch, torch.distributed as dist, unwall
+
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+unwall.shard(model, unwall.Plan(compute_dtype=torch.float32))
+optimizer = unwall.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.randn(2, 8)).square().mean().backward()
+    optimizer.step()
+abandoned = model(torch.randn(2, 8))
+if sys.argv[3] == "destroyed":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("groups", ["destroyed", "left"])
+def test_a_model_that_is_alive_at_the_end(tmp_path, groups):
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path, str(rank), groups], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, errors
+
+
+LOOK = """
+import atexit, weakref
+
+kept = []
+atexit.register(lambda: print(ranks._group, [group() for group in kept]))  # registered first, so it runs last
+"""
+
+
+def test_nothing_here_keeps_a_group_at_the_end(tmp_path):
+    """Not even a model that is still alive."""
+    look = "ranks = unwall.api.engine(model).ranks\nkept.append(weakref.ref(ranks.control.group))\n"
+    code = LOOK + SCRIPT.replace("if sys.argv[3]", look + "if sys.argv[3]")
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, tmp_path, str(rank), "destroyed"], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=LIMIT_S)
+        assert output.strip() == "None [None]"
