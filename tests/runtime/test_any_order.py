@@ -40,6 +40,7 @@ def script(seed):
     found = []
     for _ in range(ITERATIONS):
         before = [rng.choice(BEFORE) for _ in range(2) if rng.random() < 0.25]
+        before.sort(key=lambda deed: deed == "save")  # last: done again, it must not save what the other deed has changed
         after = [rng.choice(AFTER) for _ in range(2) if rng.random() < 0.25]
         found.append((before, after, (rng.choice(("read", "write")), rng.randrange(60)) if rng.random() < 0.3 else None))
     return found
