@@ -37,41 +37,14 @@ from typing import NamedTuple
 
 import torch
 
+from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PENDING, STEP, WHOLE, Row
 from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, REDUCE, SUM, Book, Follow, Op, Script, Turn, fingerprint
 from unwall.shards.collectives import Ranks
 from unwall.shards.control import DivergedError, unpack_bits
 
-END_FORWARD, END_BACKWARD, STEP, WHOLE = 11, 12, 13, 14
-"""Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once."""
-_WHAT = {
-    SUM: "the norm of the gradients",
-    END_FORWARD: "the end of a forward",
-    END_BACKWARD: "the end of a backward",
-    STEP: "a step",
-    WHOLE: "state_dict, load_state_dict or full_params",
-}
-_DEVIATED, _PENDING = 1, 2
 MOST_SINCE_STEP = 128
 """Forwards and backwards since the step that are told apart; those beyond are taken to be alike."""
-
-
-class Row(NamedTuple):
-    """What a rank announces."""
-
-    model: int
-    kind: int
-    group: int
-    forwards: int
-    backwards: int
-    steps: int
-    script: int
-    """At a meeting: the fingerprint of what it expects until the next one, 0 where it expects nothing."""
-    flags: int
-
-    @property
-    def op(self) -> Op | None:
-        return Op(self.kind, self.group) if self.kind in (GATHER, REDUCE, SUM) else None
 
 
 class _Reduced(NamedTuple):
@@ -160,10 +133,10 @@ class Agreement:
         """``pending``: this rank keeps gradients that were not reduced."""
         if self._ranks.size == 1:
             return
-        rows = self._meet(END_BACKWARD, (sync,), steady, _PENDING if pending else 0)
+        rows = self._meet(END_BACKWARD, (sync,), steady, PENDING if pending else 0)
         self._backwards += 1
         self._since_step = min(self._since_step + 1, MOST_SINCE_STEP)
-        self._settled = not any(row.flags & _PENDING for row in rows)
+        self._settled = not any(row.flags & PENDING for row in rows)
 
     def end_step(self, steady: bool) -> None:
         """Before the update: everything was reduced, on all ranks."""
@@ -248,7 +221,7 @@ class Agreement:
         situation = None if point == WHOLE else (before, self._last, self._since_step)
         expected = None if situation is None or not self._control.only_model else self._book.expected(situation)
         script = 0 if expected is None else fingerprint(expected)
-        flags |= _DEVIATED if self._segment.deviated else 0
+        flags |= DEVIATED if self._segment.deviated else 0
         while True:
             rows = self._announce(point, script=script, flags=flags)
             served = next((row.op for row in rows if row.op is not None), None)
@@ -257,7 +230,7 @@ class Agreement:
             self._serve(served)
         if any(row.kind != point for row in rows):
             raise self._diverged(rows)
-        deviated = any(row.flags & _DEVIATED for row in rows)
+        deviated = any(row.flags & DEVIATED for row in rows)
         held = self._close(deviated, steady, learn=point != WHOLE)
         agreed = held and script != 0 and all(row.script == script for row in rows)
         self._begin(situation, expected if agreed else None)
@@ -288,7 +261,7 @@ class Agreement:
         self._check()
         mine = Row(self._control.model, kind, group, self._forwards, self._backwards, self._steps, script, flags)
         try:
-            rows = [Row(*row) for row in self._control.exchange(mine, self._what(mine))]
+            rows = [Row(*row) for row in self._control.exchange(mine, mine.what(self._control.model, self._names))]
         except DivergedError as error:
             self._apart = str(error)
             raise
@@ -332,16 +305,10 @@ class Agreement:
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
-    def _what(self, row: Row) -> str:
-        if row.model != self._control.model:
-            return "another sharded model"
-        if row.kind in _WHAT:
-            return _WHAT[row.kind]
-        return f"the {'parameters' if row.kind == GATHER else 'gradients'} of {self._names[row.group]}"
-
     def _diverged(self, rows: list[Row]) -> DivergedError:
         places = [
-            f"rank {rank} is at {self._what(row)} (forward {row.forwards}, after {row.backwards} backwards, {row.steps} steps)"
+            f"rank {rank} is at {row.what(self._control.model, self._names)} "
+            f"(forward {row.forwards}, after {row.backwards} backwards, {row.steps} steps)"
             for rank, row in enumerate(rows)
         ]
         self._apart = (
