@@ -58,7 +58,7 @@ def loss_of(model, step, part, rank, experts):
 
 
 def trained(stage, placement, folder, experts):
-    """On every rank: the values after training (rank 0), how many control exchanges the last steps took, the norms."""
+    """On every rank: the values after training (on rank 0) and the norms."""
     rank, _ = rank_and_world()
     model = build().cuda()
     unwall.shard(model, Plan(stage=stage, compute_dtype=torch.float32, disk=folder, **PLACEMENTS[placement]))

@@ -17,7 +17,6 @@ from torch import nn
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
-from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.shards.local import local_gradient
@@ -47,7 +46,6 @@ class Backward:
     def __init__(
         self,
         executor: Executor[Group, Gradient],
-        ranks: Ranks,
         places: Places,
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
@@ -56,7 +54,6 @@ class Backward:
         """Whether gradients are summed over the ranks when they are complete."""
         self._executor = executor
         self._gradients = executor.gradients
-        self._ranks = ranks
         self._places = places
         self._arriving = arriving
         self._hand_out = hand_out

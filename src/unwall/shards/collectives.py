@@ -77,14 +77,6 @@ class Ranks:
         all_gather_flat(every, values.reshape(-1), group=self._group)
         return every.view(self.size, *values.shape).sum(0)
 
-    def union(self, names: set[str]) -> set[str]:
-        """Every rank's names together."""
-        if self.size == 1:
-            return names
-        every: list[set[str]] = [set()] * self.size
-        dist.all_gather_object(every, names, group=self.control.group)
-        return set().union(*every)
-
     def every(self, thing: Any) -> list[Any]:
         """Every rank's object, by rank."""
         if self.size == 1:
