@@ -101,6 +101,7 @@ def _plan(
     model: str, *, gpus: int | None, nodes: int, hardware: str | None, dtype: str | None, plot: Path | None, dry_run: bool,
     as_json: bool, vocab: int, tiles: int, **options: Any,
 ) -> None:  # fmt: skip
+    from unwall.planner.choose import check_objective
     from unwall.planner.dryrun import dry_run as rehearse
     from unwall.planner.public import machine_of
     from unwall.planner.public import plan as choose
@@ -109,6 +110,7 @@ def _plan(
 
     if plot is not None and plot.suffix != ".svg":
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
+    check_objective(options["objective"])  # before a large model is looked at
     outline = read_model(model, vocab, tiles)
     with _progress() as told:
         machine, ranks = machine_of(hardware, None, options["disk"], told)

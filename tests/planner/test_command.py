@@ -104,6 +104,9 @@ def test_a_dry_run_is_printed():
         (["24x2048", "--plot", "picture.png"], "--plot writes an .svg file"),
         (["24x2048", "--plot", "missing/folder/picture.svg"], "No such file or directory"),
         (["300x65536"], "does not fit on 8xH100"),
+        (["4x100000000", "--vocab", "1000000000000"], "2e+20 parameters, more than"),
+        (["1000000x64"], "1e+06 layers, more than"),
+        (["1000000x64", "--objective", "beauty"], "objective is speed or memory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -132,6 +135,15 @@ def test_bad_config(tmp_path, content, message):
     assert found.exit_code == 1
     assert message in found.output
     assert "Traceback" not in found.output
+
+
+def test_json_that_is_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "machine.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    for model, hardware in ((tmp_path, "8xh100"), ("4x64", tmp_path / "machine.json")):
+        found = run("plan", model, "--hardware", hardware)
+        assert found.exit_code == 1
+        assert ".json: is nested too deeply to be read" in found.output
 
 
 def test_probe_prints_a_table_and_json(counted, tmp_path):

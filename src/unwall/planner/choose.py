@@ -67,8 +67,7 @@ def choose(
     ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
     at plans that keep activation checkpoints on the host, which the engine does not do yet.
     """
-    if objective not in ("speed", "memory"):
-        raise PlanError(f"objective is speed or memory, got {objective!r}")
+    check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
     dtype = _dtype(hardware, compute_dtype)
@@ -96,6 +95,12 @@ def choose(
         **plan, name=best.candidate.name, model=outline.description.name, machine=hardware.name, ranks=ranks,
         workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost), advice=tuple(_advice(best)),
     )  # fmt: skip
+
+
+def check_objective(objective: str) -> None:
+    """PlanError for one that is not known."""
+    if objective not in ("speed", "memory"):
+        raise PlanError(f"objective is speed or memory, got {objective!r}")
 
 
 def _per_rank(batch: int | None, ranks: int) -> int:

@@ -1,11 +1,11 @@
 """A model as its Hugging Face ``config.json`` describes it: the families whose sizes are known here."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unwall.json_files import read_json
 from unwall.planner.description import Description, DescriptionError, Part, block_of, feed_forward, vocab_parts
 
 
@@ -22,12 +22,7 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Description:
 
 def _read(path: Path) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise DescriptionError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DescriptionError(f"{path}: is not JSON: {error}") from error
+    found = read_json(path, DescriptionError)
     if not isinstance(found, dict):
         raise DescriptionError(f"{path}: expected an object with model_type and sizes, got {type(found).__name__}")
     return found
