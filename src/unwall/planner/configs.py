@@ -9,14 +9,22 @@ from unwall.json_files import read_json
 from unwall.planner.description import Description, DescriptionError, Part, block_of, feed_forward, vocab_parts
 
 
+class UnknownFamilyError(DescriptionError):
+    """A model type whose sizes are not known here."""
+
+    def __init__(self, kind: object, config: Mapping[str, Any]) -> None:
+        known = ", ".join(sorted(_FAMILIES))
+        super().__init__(f"model_type {kind!r} is not known, only {known}; describe it by a module or a shape")
+        self.config = config
+
+
 def from_config(config: Mapping[str, Any] | str | Path) -> Description:
     """From a ``config.json``: its content, its path, or the directory it is in. Attention is taken to be fused."""
     if not isinstance(config, Mapping):
         config = _read(Path(config))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise DescriptionError(f"model_type {kind!r} is not known, only {known}; describe it by a module or a shape")
+        raise UnknownFamilyError(kind, config)
     return Description(name=str(config.get("_name_or_path") or kind), parts=_FAMILIES[kind](config))
 
 

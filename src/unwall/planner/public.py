@@ -52,8 +52,8 @@ def plan(
     if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
         raise PlanError(f"seq must be a whole number above 0, got {seq!r}")
     outline = read_model(model, vocab, tiles)
-    machine, ranks = machine_of(hardware, ranks, disk, progress)
     directory = None if disk is None else str(disk)
+    machine, ranks = machine_of(hardware, ranks, disk, progress)
     if directory is None and hardware is not None and machine.disk_bytes:
         directory = NOT_GIVEN
     budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
