@@ -12,6 +12,7 @@ import unwall
 LAYERS = [
     "svg",
     "json_files",
+    "nn",
     "native",
     "tiers",
     "plans",
