@@ -1,7 +1,7 @@
 """What each choice for activations costs and frees: ``python -m bench.activations [--shape 3b] [--batch 8] [--seq 2048]``.
 
-Each row runs in a process of its own: the reference decoder without its checkpoints, in plain PyTorch and in unwall, activations
-kept, recomputed and moved to the host. Ratios are against keeping, in the same run.
+Each row runs in a process of its own: the reference decoder without its checkpoints, in plain PyTorch and in unwall, with its
+activations kept, recomputed and moved to the host. Ratios are against keeping, in the same run.
 """
 
 import argparse

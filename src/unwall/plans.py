@@ -34,7 +34,8 @@ class Plan:
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
     activations: Activations = "keep"
-    """What happens to activations between forward and backward."""
+    """Between forward and backward: ``"keep"``; ``"recompute"`` the repeated blocks; ``"host"``: the same, and their inputs
+    wait on the host."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None

@@ -109,8 +109,7 @@ def test_the_bits_are_those_of_keep(make, activations):
     losses, values, _ = trained(make, "keep")
     for tier in ("device", "host"):
         found, state, model = trained(make, activations, tier)
-        # With checkpoints plain PyTorch adds up the gradient of the encoder's output in another order, too.
-        exact = (make, activations) != (encoder_decoder, "recompute")
+        exact = make is not encoder_decoder  # with checkpoints plain PyTorch adds up its output's gradient in another order
         assert found == pytest.approx(losses, abs=0 if exact else 1e-5, rel=0)
         for name, value in values.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=0 if exact else 1e-5)
@@ -291,7 +290,7 @@ def test_it_says_when_there_is_nothing_to_do():
         sharded(nn.Linear(2, 2), "recompute")
     model, _ = decoder()
     model.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match="checkpoints already"):
+    with pytest.warns(UserWarning, match="LlamaForCausalLM checkpoints already"):
         sharded(model, "recompute")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
@@ -21,18 +20,11 @@ def recompute_blocks(model: nn.Module) -> list[str]:
     """
     blocks = list(repeated_blocks(model))
     if getattr(model, "is_gradient_checkpointing", False):
-        warnings.warn("the model checkpoints already: Plan(activations='recompute') leaves it as it is", stacklevel=4)
         return []
     if getattr(model, "supports_gradient_checkpointing", False):
         enable: Callable[..., None] = model.gradient_checkpointing_enable  # type: ignore[assignment]
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return [name for name, _ in blocks]
-    if not blocks:
-        warnings.warn(
-            f"{type(model).__name__} has no repeated blocks (children of a ModuleList or a Sequential that have children of "
-            "their own): nothing is recomputed; wrap what should be in torch.utils.checkpoint",
-            stacklevel=4,
-        )
     for _, block in blocks:
         block.forward = _recomputed(block, block.forward)
         if block._compiled_call_impl is not None:
