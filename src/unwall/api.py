@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
+from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
@@ -48,7 +49,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     room = smallest(ranks.every(room_on(device.device, plan)))
-    assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    found = assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    arrange_activations(found, model)
     _guard_plain_optimizers()
     return model
 

@@ -84,7 +84,7 @@ def plan(
     vocab: Annotated[int, typer.Option(help="With a shape: tokens of the vocabulary.")] = 0,
     tiles: Annotated[int, typer.Option(help="With a config or a shape: how many parameters each matrix is cut into.")] = 1,
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Checkpoints on the host: not built yet.")
+        bool, typer.Option("--offload-activations", help="Also look at activation checkpoints on the host.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw bytes per tier and seconds per resource to this .svg file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the sharding code for each rank, without memory.")] = False,

@@ -139,7 +139,7 @@ def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowan
         fields["device_bytes"] = readable_bytes(max(1, spare))
     if "disk" in fields:
         fields["host_bytes"] = readable_bytes(host_room(candidate, outline, allowance))
-    plan = Plan(compute_dtype=dtype, **fields)
+    plan = Plan(compute_dtype=dtype, activations=candidate.workload.activations, **fields)
     job = make_job(outline, plan, ranks, candidate.workload, spare, host_room(candidate, outline, allowance))
     return job, terms_of(job)
 

@@ -74,7 +74,7 @@ def choose(
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
     ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
-    at plans that keep activation checkpoints on the host, which the engine does not do yet.
+    at plans that keep activation checkpoints on the host.
     """
     check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
@@ -160,10 +160,6 @@ def _rooms(hardware: Hardware, allowance: Allowance) -> dict[TierName, int]:
 
 def _advice(best: Tried) -> list[str]:
     load, found = best.job.workload, []
-    if load.recompute:
-        found.append("wrap each block in torch.utils.checkpoint (use_reentrant=False): activations are to be recomputed")
-    if load.activations == "host":
-        found.append("keep the blocks' inputs on the host: the engine does not do that yet")
     if load.passes > 1:
         found.append(f"run {load.passes} passes of {load.batch} samples per rank, then step: their gradients add up")
     else:

@@ -45,7 +45,7 @@ def plan(
     ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
     shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
     ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank, as in
-    ``Plan``. ``offload_activations`` also looks at what the engine does not do yet: activation checkpoints on the host.
+    ``Plan``. ``offload_activations`` also looks at activation checkpoints on the host.
     PlanError says what would fit where nothing does.
     """
     check_objective(objective)  # before a large model is looked at

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from unwall.plans import Plan
-from unwall.runtime.activations import arrange_activations
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
 from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
@@ -37,5 +36,4 @@ def assemble(
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
     install(engine, model)
-    arrange_activations(engine, model)
     return engine
