@@ -108,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 factor = clip_factor(self._norm(total, 2.0), self.max_grad_norm)
         elif not self._warned and any(engine.groups[index].layout.dtype is torch.float16 for engine, index, _ in held):
             self._warned = True
-            warnings.warn(UNSCALED, stacklevel=2)
+            warnings.warn(UNSCALED, stacklevel=4)
         if held:
             self._update(held, factor, inverse)
         else:

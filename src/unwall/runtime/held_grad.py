@@ -223,15 +223,16 @@ def _change_each(func: Any, name: str, args: Any, kwargs: Any, helds: list[HeldG
     """See ``ELEMENTWISE``."""
     numbers = [arg for arg in args[1:] if isinstance(arg, torch.Tensor)]
     accesses = [held.open() for held in helds]
+    given = args[0] if isinstance(args[0], HeldGrad) else None  # of a list nothing is given back
     if name not in SCALING and any(access.engine.loss_scale != 1.0 for access in accesses):
         return _with_whole(func, args, kwargs)
     if "mul_" in name and len(args) > 1 and _is_one(args[1], accesses):
-        return args[0]  # torch clips by multiplying with 1, too: nothing is changed, and what ran ahead still holds
+        return given  # torch clips by multiplying with 1, too: nothing is changed, and what ran ahead still holds
     for held, access in zip(helds, accesses, strict=True):
         for part in access.change(held.places):
             rest = [arg.to(part.device) if any(arg is number for number in numbers) else arg for arg in args[1:]]
-            func([part] if not isinstance(args[0], HeldGrad) else part, *rest, **kwargs)
-    return args[0]
+            func([part] if given is None else part, *rest, **kwargs)
+    return given
 
 
 def _is_one(factor: Any, accesses: list[GradientAccess]) -> bool:
