@@ -133,8 +133,9 @@ class AdamW(ShardedOptimizer):
             else:
                 left.append((engine, index, slots))
         host_factor = super()._update(left, factor, inverse)
-        passes = max((engine.gradients[index].passes for engine, index, _ in held), default=0)
-        self._early.after_step(host_factor if clipped else None, passes)
+        gradients = [engine.gradients[index] for engine, index, _ in held]
+        passes = max((gradient.passes for gradient in gradients), default=0)
+        self._early.after_step(host_factor if clipped else None, passes, any(gradient.changed for gradient in gradients))
         return host_factor
 
     def _plan_step(self, held: list[Held]) -> list[list[Run]]:

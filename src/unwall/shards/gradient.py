@@ -61,6 +61,8 @@ class Gradient:
         """Reductions since the last step."""
         self.serial = 0
         """Counts reductions: says whether a gradient is still the one that was seen before."""
+        self.changed = False
+        """Whether someone has changed it by hand since the last step."""
         self.present: set[int] = set()
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self._forgotten: set[int] = set()
@@ -217,6 +219,7 @@ class Gradient:
         self.check()
         self._clear_forgotten()
         self.serial += 1
+        self.changed = True
         self._place.square_sum = None
         return self._place.read(write=True)
 
@@ -266,6 +269,7 @@ class Gradient:
         self.present.clear()
         self._forgotten.clear()
         self.passes = 0
+        self.changed = False
         self._place.clear()
         self._own.clear()
 
