@@ -34,7 +34,7 @@ def _maximum(engine: Engine, part: torch.Tensor) -> torch.Tensor:
     """The greatest of the ranks' parts, element by element."""
     if engine.ranks.size == 1:
         return part
-    engine.executor.together()
+    engine.together("clip_grad_norm_ with the maximum norm")
     every = torch.zeros(engine.ranks.size, 2, dtype=part.dtype, device=part.device)
     every[engine.ranks.rank] = part
     return engine.ranks.all_reduce_sum(every).amax(0)

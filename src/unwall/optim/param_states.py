@@ -54,7 +54,7 @@ class ParamStates(MutableMapping[str, Any]):
             return numbers[name]
         self._look(name)
         if not is_local(self._engine, self._places):
-            self._engine.executor.together()
+            self._engine.together("a whole state of the optimizer")
         return whole_of(self._engine, self._places, self._reader(name))
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -115,8 +115,7 @@ class ParamStates(MutableMapping[str, Any]):
         """Nothing is under way any more. KeyError for what there is not."""
         if name != MASTER and name not in self._optimizer._tensor_names(self._param):
             raise KeyError(f"{name!r}: there are {', '.join(self)}")
-        for index, _ in self._places:
-            self._engine.groups[index].pending.settle()
+        self._engine.finish()
 
     def _changed(self) -> None:
         for index, _ in self._places:

@@ -82,8 +82,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         weight decay and momentum act on parameters that get no gradient until then, as in torch."""
         for engine, index, slots in self._held():
             engine.discard_gradients(index, slots)
-        for param in self._params():
-            self._engine_of(param).shown.clear((param,), set_to_none)
+        engines = self.engines()
+        for engine in engines:
+            mine = self._params() if len(engines) == 1 else [p for p in self._params() if engine_of(p) is engine]
+            engine.shown.clear(mine, set_to_none)
         self._clip = None
 
     @torch.no_grad()

@@ -90,6 +90,10 @@ class Engine:
             if method is not None:
                 methods.append(weakref.WeakMethod(method))
 
+    def together(self, what: str) -> None:  # noqa: ARG002 (named where ranks are told apart)
+        """Something that all ranks must call at once: ``what`` it is. DivergedError, not a hang, when one of them does not."""
+        self.executor.together()
+
     def looked_at(self) -> None:
         """Someone is about to look at gradients, or to change them."""
         self._tell(self.lookers, 0)
@@ -159,8 +163,8 @@ class Engine:
     def discard_gradients(self, index: int, slots: set[int]) -> None:
         """Forgets the gradients of some of a group's parameters."""
         gradient = self.gradients[index]
-        for slot in slots:
-            self.shown.hide(self.places[id(self.groups[index].params[slot])])
+        params = self.groups[index].params
+        self.shown.hide(self.places.get(id(params[slot])) for slot in slots)
         with suppress(DiskError):  # it is not wanted any more
             gradient.finish_reduce()
         gradient.present -= slots

@@ -62,7 +62,7 @@ class GradientAccess:
     def whole(self, places: Places) -> torch.Tensor:
         """All elements, on the device, in memory of their own. A collective where ranks have parts."""
         if not is_local(self.engine, places):
-            self.engine.executor.together()
+            self.engine.together("a whole gradient")
         return self._unscaled(whole_of(self.engine, places, self._read))
 
     def _read(self, group: Group) -> torch.Tensor:
@@ -140,7 +140,7 @@ class GradientAccess:
         found = [places for places in dict.fromkeys(engine.places.values()) if self.has(places)]
         cut = any(not is_local(engine, places) for places in found)
         if cut:
-            engine.executor.together()
+            engine.together("the norms of gradients")
         sums = torch.stack([self._powers(places, order) for places in found]) if found else torch.zeros(0)
         total = sums.to(engine.device.device)
         if cut:
@@ -159,7 +159,7 @@ class GradientAccess:
         own = any(not bool(part.isfinite().all()) for places in every for part in self.parts(places))
         if self.engine.ranks.size == 1:
             return own
-        self.engine.executor.together()
+        self.engine.together("GradScaler's look for inf")
         return any(self.engine.ranks.every(own))
 
     def take_scale_out(self, scale: float) -> None:

@@ -70,9 +70,11 @@ class HeldGrad(torch.Tensor):
     """What autograd has added, until the engine takes it."""
 
     @staticmethod
-    def make(like: torch.Tensor, access: GradientAccess, places: tuple[Place, ...], marks: dict[Any, object]) -> "HeldGrad":
-        """For a parameter: its shape, dtype and device."""
-        made = _wrapper(torch.empty(like.shape, dtype=like.dtype, device="meta"), like.device)
+    def make(access: GradientAccess, places: tuple[Place, ...], marks: dict[Any, object]) -> "HeldGrad":
+        """For the parameter that lies there: its shape, compute dtype and device."""
+        layout = access.engine.groups[places[0].group].layout
+        outline = torch.empty(layout.slots[places[0].slot].shape, dtype=layout.dtype, device="meta")
+        made = _wrapper(outline, access.engine.device.device)
         made.access, made.places, made.marks, made.views = weakref.ref(access), places, marks, ()
         made.mark, made.incoming = marks[places], None
         return made

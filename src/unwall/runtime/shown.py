@@ -32,7 +32,7 @@ class Shown:
     def __init__(self, engine: "Engine") -> None:
         self.access = GradientAccess(engine)
         self._engine = engine
-        self._params = {places: _param(engine, places) for places in engine.places.values()}
+        self._known: tuple[tuple[int, int], dict[Places, nn.Parameter]] = ((0, 0), {})
         self._marks: dict[Places, object] = {}
         """Parameters that show a gradient. Each time one is shown it gets another mark."""
         self._made: dict[Places, HeldGrad] = {}
@@ -49,11 +49,12 @@ class Shown:
     def show(self) -> None:
         """Backward has ended: every parameter that has a gradient on some rank shows it."""
         self._running = False
-        for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
-            for slot in gradient.present | gradient.pending:
-                places = self._engine.places[id(group.params[slot])]
-                if places not in self._marks:
-                    self._show(places)
+        with torch._C.DisableTorchFunctionSubclass():
+            for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
+                for slot in gradient.present | gradient.pending:
+                    places = self._engine.places.get(id(group.params[slot]))
+                    if places is not None and places not in self._marks:
+                        self._show(places)
 
     def take(self, param: nn.Parameter) -> torch.Tensor | None:
         """What autograd has brought for a parameter, taken out of ``.grad``."""
@@ -82,13 +83,14 @@ class Shown:
     def adopt(self, but: nn.Parameter | None = None) -> None:
         """Takes what the user has made of ``.grad``. ``but``: a backward has begun and has brought this one."""
         cleared, given = [], []
-        for places, param in self._params.items():
-            grad = param.grad
-            if grad is None:
-                if places in self._marks and param is not but:
-                    cleared.append(places)
-            elif param is not but and not (isinstance(grad, HeldGrad) and grad.places == places and not grad.views):
-                given.append(places)
+        with torch._C.DisableTorchFunctionSubclass():
+            for places, param in self._params.items():
+                grad = param.grad
+                if grad is None:
+                    if places in self._marks and param is not but:
+                        cleared.append(places)
+                elif param is not but and not (isinstance(grad, HeldGrad) and grad.places == places and not grad.views):
+                    given.append(places)
         if not cleared and not given:
             return
         if but is None:
@@ -113,27 +115,39 @@ class Shown:
 
     def clear(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """``zero_grad``, after the gradients were forgotten: ``.grad`` is None, or zeros where there was one."""
-        for param in params:
-            if param.grad is not None:
-                param.grad = None
-            places = self._engine.places[id(param)]
-            if set_to_none:
-                self._had.discard(places)
-                self._zeros.discard(places)
-            elif places in self._had:
-                self._zeros.add(places)
-                self._show(places)
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in params:
+                if param.grad is not None:
+                    param.grad = None
+                places = self._engine.places.get(id(param))
+                if places is None:
+                    continue
+                if set_to_none:
+                    self._had.discard(places)
+                    self._zeros.discard(places)
+                elif places in self._had:
+                    self._zeros.add(places)
+                    self._show(places)
 
-    def hide(self, places: Places) -> None:
-        """The gradient was used, or forgotten."""
-        if self._marks.pop(places, None) is not None:
-            param = self._params[places]
-            if isinstance(param.grad, HeldGrad):
-                param.grad = None
+    def hide(self, every: Iterable[Places | None]) -> None:
+        """Gradients were used, or forgotten."""
+        params = self._params
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be of a class that asks
+            for places in every:
+                if places is not None and self._marks.pop(places, None) is not None:
+                    params[places].grad = None
 
     def hide_all(self) -> None:
-        for places in list(self._marks):
-            self.hide(places)
+        self.hide(list(self._marks))
+
+    @property
+    def _params(self) -> dict[Places, nn.Parameter]:
+        """All parameters. Some may come after ``shard``."""
+        engine = self._engine
+        size = (len(engine.groups), len(engine.places))
+        if self._known[0] != size:
+            self._known = size, {places: _param(engine, places) for places in engine.places.values()}
+        return self._known[1]
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -143,7 +157,7 @@ class Shown:
         made, param = self._made.get(places), self._params[places]
         # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
         if made is None or sys.getrefcount(made) > 3:
-            made = self._made[places] = HeldGrad.make(param, self.access, places, self._marks)
+            made = self._made[places] = HeldGrad.make(self.access, places, self._marks)
         made.mark = self._marks[places]
         param.grad = made
 
@@ -152,7 +166,7 @@ class Shown:
         for places in every:
             self._had.discard(places)
             self._zeros.discard(places)
-            self.hide(places)
+            self.hide([places])
             for index, slot in places:
                 by_group.setdefault(index, set()).add(slot)
         for index, slots in by_group.items():
@@ -161,7 +175,7 @@ class Shown:
 
     def _compare(self, cleared: list[Places], given: list[Places]) -> None:
         """ValueError, on every rank, where they have not all done the same."""
-        self._engine.executor.together()
+        self._engine.together("gradients set by hand")
         mine: dict[Places, int | None] = dict.fromkeys(cleared)
         mine.update({places: _checksum(self._params[places]) for places in given})
         every: list[dict[Places, int | None]] = self._engine.ranks.every(mine)
