@@ -49,7 +49,7 @@ class Plan:
     compute_dtype: torch.dtype = torch.bfloat16
     """The dtype that forward and backward compute in. The master copy is always fp32."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are summed over the ranks. None: ``compute_dtype``."""
+    """The dtype in which gradients are kept, and summed over the ranks. None: ``compute_dtype``."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What becomes of the ranks' gradients: their average, or their sum (for a loss that each rank divides by the whole
     batch)."""
