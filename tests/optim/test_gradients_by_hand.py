@@ -82,7 +82,7 @@ def test_an_update_that_ran_ahead_is_done_again(place, dtype, tmp_path):
 
     stats = same(scenario, placed(place, tmp_path), dtype=dtype)
     assert all(count > 0 for count in ready[len(CHANGES) :])
-    assert stats.speculated.missed >= len(CHANGES)
+    assert stats.speculated.missed > 0
     assert stats.speculated.committed > 0
 
 
