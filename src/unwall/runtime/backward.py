@@ -39,14 +39,15 @@ class Arrived:
 class Backward:
     """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
 
-    ``arriving`` is told of each group before a gradient of it is taken, and may refuse it. ``hand_out`` is called where whoever
-    uses reduced gradients may be told of them.
+    ``take`` takes what autograd brought out of a parameter's ``.grad``. ``arriving`` is told of each group before a gradient of
+    it is kept, and may refuse it. ``hand_out`` is called where whoever uses reduced gradients may be told of them.
     """
 
     def __init__(
         self,
         executor: Executor[Group, Gradient],
         places: Places,
+        take: Callable[[nn.Parameter], torch.Tensor | None],
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
     ) -> None:
@@ -55,6 +56,7 @@ class Backward:
         self._executor = executor
         self._gradients = executor.gradients
         self._places = places
+        self._take_grad = take
         self._arriving = arriving
         self._hand_out = hand_out
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
@@ -78,6 +80,11 @@ class Backward:
             self._awaiting[place.group].add(place.slot)
         if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
             self.take_gradients_of(param)
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return bool(self._tasks)
 
     def expects(self, index: int) -> bool:
         """Whether gradients of a group may come."""
@@ -139,7 +146,7 @@ class Backward:
 
     def arrived(self, param: nn.Parameter) -> None:
         """Autograd has finished a parameter's gradient."""
-        grad, param.grad = param.grad, None
+        grad = self._take_grad(param)
         if grad is None:
             return
         self._note_task()

@@ -126,6 +126,10 @@ class AgreementBackend(Protocol):
 
     def together(self) -> None: ...
 
+    @property
+    def settled(self) -> bool:
+        """No rank keeps gradients that were not reduced. The same answer on every rank."""
+
 
 class Lane(Protocol):
     """Watches what is computed between one group and the next."""

@@ -237,7 +237,8 @@ def _make_all(
         dtype = layout.dtype if not layout.dtype.is_floating_point else plan.reduce_dtype or layout.dtype
         if layout.dtype is torch.float64:
             dtype = layout.dtype
-        gradients.append(Gradient(group, tiers, ranks, dtype, keep_flat=plan.stage < 2, everywhere=plan.stage == 0))
+        options = {"keep_flat": plan.stage < 2, "everywhere": plan.stage == 0, "mean": plan.reduce_op == "mean"}
+        gradients.append(Gradient(group, tiers, ranks, dtype, **options))
 
 
 def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:

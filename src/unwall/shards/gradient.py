@@ -41,10 +41,19 @@ class Gradient:
 
     ``keep_flat``: gradients are not cut (stages 0 and 1): the flat buffer stays, and the sum goes back into it.
     ``everywhere`` (stage 0): every rank ends with the whole sum, so that every rank updates everything.
+    ``mean``: the average over the ranks, otherwise their sum.
     """
 
     def __init__(
-        self, group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, *, keep_flat: bool, everywhere: bool
+        self,
+        group: Group,
+        tiers: Tiers,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        keep_flat: bool,
+        everywhere: bool,
+        mean: bool = True,
     ) -> None:
         self.group = group
         self.phase = Phase.IDLE
@@ -52,12 +61,14 @@ class Gradient:
         """Reductions since the last step."""
         self.serial = 0
         """Counts reductions: says whether a gradient is still the one that was seen before."""
+        self.changed = False
+        """Whether someone has changed it by hand since the last step."""
         self.present: set[int] = set()
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self._forgotten: set[int] = set()
         """Parameters whose gradients are still in the place, but not wanted any more."""
         self._own = Accumulator(group, tiers, dtype)
-        self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere)
+        self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
         self._reduction: Reduction | None = None
         """What is under way. None when IDLE."""
         self._place = _place_of(group, tiers, ranks, dtype, keep_flat)
@@ -203,6 +214,30 @@ class Gradient:
         self._clear_forgotten()
         return self._place.read()
 
+    def change(self) -> torch.Tensor:
+        """The same to be changed by hand: what was computed from it ahead of the step, or measured, does not count any more."""
+        self.check()
+        self._clear_forgotten()
+        self.serial += 1
+        self.changed = True
+        self._place.square_sum = None
+        return self._place.read(write=True)
+
+    def hold(self, slots: set[int]) -> None:
+        """Some parameters have a gradient from now on, zeros at first, as if a backward had brought it."""
+        self.finish_reduce()
+        self.check()
+        if not self.held:
+            device, label = self._reducer.device, f"gradients of {self.group.name}"
+            incoming = device.allocate(self.group.own_numel * self._reducer.dtype.itemsize, label)
+            incoming.data.zero_()
+            self._place.begin(incoming)
+            self._place.finish(incoming, None)
+            self.passes += 1
+        self._clear_forgotten()
+        self.serial += 1
+        self.present |= slots
+
     @property
     def square_sum(self) -> torch.Tensor | None:
         """Sum of squares of the part that this rank counts, measured while it passed. None: not measured, or not valid."""
@@ -234,6 +269,7 @@ class Gradient:
         self.present.clear()
         self._forgotten.clear()
         self.passes = 0
+        self.changed = False
         self._place.clear()
         self._own.clear()
 

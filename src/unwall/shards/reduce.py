@@ -71,6 +71,8 @@ class Reducer:
     ranks: Ranks
     dtype: torch.dtype
     everywhere: bool
+    mean: bool = True
+    """Otherwise the sum stays one."""
 
     @property
     def nbytes(self) -> int:
@@ -98,11 +100,12 @@ class Reducer:
         sent = self._allocate(layout.padded_numel, taken) if flat is None else flat
         if flat is None:
             sent.data.zero_()
-        if self.dtype is torch.float16:
+        early = self.mean and self.dtype is torch.float16
+        if early:
             sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
         incoming = self._allocate(layout.shard_numel, taken)
         reduction = Reduction(self.device, self.dtype, incoming, sent, served=flat is None)
-        reduction.divisor = 1 if self.dtype is torch.float16 else self.ranks.size
+        reduction.divisor = 1 if early or not self.mean else self.ranks.size
         reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
         if self.everywhere:  # here, not when it is waited for: every rank must call collectives in the same order
             self._gather(reduction, taken)
