@@ -291,7 +291,7 @@ def test_what_is_not_filled_is_not_used(bench):
     with pytest.raises(RuntimeError, match=r"gradients of group layers\.0 have no flat buffer"):
         gradient.keep_local()
     own = Accumulator(bench.group, bench.tiers, torch.float32)
-    for use in (own.keep_local, own.hand_over, lambda: own.take(1, torch.ones(50))):
+    for use in (own.keep_local, own.complete, lambda: own.take(1, torch.ones(50))):
         with pytest.raises(RuntimeError, match=r"gradients of group layers\.0 have no flat buffer"):
             use()
     own.begin(None)

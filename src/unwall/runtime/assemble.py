@@ -9,7 +9,8 @@ from torch import nn
 from unwall.plans import Plan
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
-from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
+from unwall.shards.arrange import arrange
+from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
 from unwall.shards.grouping import Cuts, uncut
 from unwall.shards.placement import Home, Sizes
@@ -30,9 +31,8 @@ def assemble(
     ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
     where there is none yet. ``cuts`` says which parameters lie in several slots.
     """
-    planned = plan_groups(model, plan, ranks.size, cuts)
-    homes = choose_homes(planned, plan, ranks.size, room)
-    tiers = make_tiers(sizes_of(planned, plan, ranks.size), homes)
+    planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
+    tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
     install(engine, model)

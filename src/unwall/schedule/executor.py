@@ -1,10 +1,21 @@
-"""Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
+"""Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks.
+
+[Note: room]
+An accepted budget is always enough. Where room is short the executor goes on to what costs more: it drops groups that nothing
+pins, waits for reductions under way, drops groups with soft pins ([Note: two kinds of pins] in schedule/pins.py), and reduces
+gradients of which only a part has arrived; the rest follows and is added. So in the end only what is read at this moment and
+one gradient must fit. A rank may start a reduction only where it takes part in no other collective. Before it does, it
+therefore makes room for what another rank may ask it to serve meanwhile, too.
+"""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, GroupBackend, Lane
+from unwall.schedule.pins import Pins
 from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.control import pack_bits
@@ -23,7 +34,7 @@ AnyGradient = TypeVar("AnyGradient", bound=GradientBackend)
 class Executor(Generic[AnyGroup, AnyGradient]):
     """Keeps the groups that are in use on the device, within the budget of its ``ledger``.
 
-    A group is pinned while anything may read it; pins are counted. Everything else stays for as long as there is room.
+    A group is pinned while anything may read it. Everything else stays for as long as there is room. See [Note: room].
     It knows groups, gradients and ranks by what is in schedule/backend.py only ([Note: two backends]).
     """
 
@@ -46,10 +57,11 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._ranks = ranks
         self._present = _Present(groups)
         self._fetched: set[int] = set()  # that take memory to be here; some may have been dropped since
-        self._pins = [0] * len(groups)
-        self._current: int | None = None
+        self.pins = Pins(len(groups))
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
+        self._pieces: set[int] = set()  # groups of whose gradient only a part was reduced yet
+        self._acting = 0  # collectives over several ranks that this rank takes part in now
         self.agreement = make_agreement(self)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
@@ -57,8 +69,8 @@ class Executor(Generic[AnyGroup, AnyGradient]):
     def use(self, index: int) -> None:
         """Makes a group resident and pins it; then works ahead. Raises, and pins nothing, when it cannot be fetched."""
         new = self.trace.record(index)
-        self._current = index
-        self._pins[index] += 1
+        self.pins.current = index
+        self.pins.add(index)
         try:
             if new:
                 self.lane.leave()
@@ -67,22 +79,29 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 self.lane.enter(self.groups[index].name)
                 self._work_ahead()
         except BaseException:
-            self._pins[index] -= 1
+            self.pins.remove(index)
             raise
 
     def release(self, index: int) -> None:
-        """Takes one pin back."""
-        if self._pins[index] == 0:
+        """Takes back the pin of one ``use``."""
+        if not self.pins.is_hard(index):
             raise RuntimeError(f"group {self.groups[index].name} is released, but nothing uses it")
-        self._pins[index] -= 1
+        self.pins.remove(index)
+
+    def pin(self, index: int) -> None:
+        """Makes a group resident and pins it softly, unless it is: it stays for as long as there is room."""
+        if self.pins.is_soft(index):
+            self.trace.record(index)
+            return
+        self.use(index)
+        self.pins.soften(index)
 
     def unpin_all(self) -> None:
         """Nothing is in use (the start of a pass, or after an exception)."""
-        self._pins = [0] * len(self.groups)
-        self._current = None
+        self.pins.clear()
 
     def is_pinned(self, index: int) -> bool:
-        return self._pins[index] > 0
+        return self.pins.is_hard(index) or self.pins.is_soft(index)
 
     def invalidate(self, index: int) -> None:
         """The shards changed: what was gathered of this group is out of date."""
@@ -90,37 +109,78 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if group.residence is not Residence.ABSENT and not group.updated_in_place:
             group.drop()
 
-    def make_room(self, nbytes: int, label: str) -> None:
-        """Drops groups until ``nbytes`` fit into the device budget. BudgetError when what is in use does not allow it."""
-        if self._drop_for(nbytes):
+    def make_room(self, nbytes: int, label: str, keep: int | None = None) -> None:
+        """Finds room for ``nbytes`` in the device budget, as [Note: room] says. BudgetError when what is in use does not allow
+        it. ``keep``: the group whose gradient is about to be filled, which is not reduced for it."""
+        if self._find_room(nbytes) or (self._reduce_early(keep) and self._find_room(nbytes)):
             return
-        self.finish_reduces()  # gives the flat gradients back that are on their way
-        if not self._drop_for(nbytes):
-            ledger = self._ledger
-            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
+        ledger = self._ledger
+        raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
 
-    def _drop_for(self, nbytes: int, sooner_than: int | None = None) -> bool:
+    def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
+        """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
+        free = self._ledger.free_bytes
+        if self._ranks == 1 or free is None or self._acting:
+            return
+        nbytes += max(self._largest_fetch, self._largest_reduce)
+        if nbytes > free and nbytes > free + self._droppable_bytes():
+            self._reduce_early(keep)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
+        free = self._ledger.free_bytes
+        nbytes += 2 * self._largest_fetch + self._largest_reduce
+        return free is None or nbytes <= free or nbytes <= free + self._droppable_bytes()
+
+    def _find_room(self, nbytes: int) -> bool:
+        if self._drop_for(nbytes):
+            return True
+        self.finish_reduces()  # gives the flat gradients back that are on their way
+        return self._drop_for(nbytes) or self._drop_for(nbytes, soft=True)
+
+    def _reduce_early(self, keep: int | None) -> bool:
+        """Sums what has arrived of gradients that are not complete. False where there are none, or it cannot be done now."""
+        if self._acting:
+            return False
+        found = [index for index, gradient in enumerate(self.gradients) if index != keep and gradient.pending]
+        for index in found:
+            self.reduce(index, complete=False)
+        self.finish_reduces()
+        return bool(found)
+
+    def _drop_for(self, nbytes: int, sooner_than: int | None = None, soft: bool = False) -> bool:
         """Drops what is needed last, as far as ``nbytes`` need it. False, and nothing is dropped, where that is not enough.
 
-        ``sooner_than``: what is needed at this distance or sooner stays."""
+        ``sooner_than``: what is needed at this distance or sooner stays. ``soft``: soft pins are given up, too."""
         free = self._ledger.free_bytes
         if free is None or nbytes <= free:
             return True
-        drops = choose_drops(self._occupants(), self.trace.next_use(), nbytes - free, sooner_than)
+        drops = choose_drops(self._occupants(soft), self.trace.next_use(), nbytes - free, sooner_than)
         for index in drops or ():
+            self.pins.give_up(index)
             self.groups[index].drop()
         return drops is not None
 
-    def _occupants(self) -> list[Occupant]:
+    def _occupants(self, soft: bool = False) -> list[Occupant]:
         self._fetched = {index for index in self._fetched if index in self._present}
-        return [
-            Occupant(index, self.groups[index].fetch_bytes, self._pins[index] > 0 or index == self._current)
-            for index in self._fetched
-        ]
+        pinned = self.pins.must_stay() if soft else self.pins.should_stay()
+        return [Occupant(index, self.groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
+
+    def _droppable_bytes(self) -> int:
+        return sum(occupant.nbytes for occupant in self._occupants(soft=True) if not occupant.pinned)
+
+    @cached_property
+    def _largest_fetch(self) -> int:
+        return max(group.fetch_bytes for group in self.groups)
+
+    @cached_property
+    def _largest_reduce(self) -> int:
+        return max(gradient.reduce_bytes for gradient in self.gradients)
 
     def _make_resident(self, index: int) -> None:
         group = self.groups[index]
         if group.residence is Residence.ABSENT:
+            self.make_room_before(group.fetch_bytes)
             self.agreement.gather(index)
         if group.residence is Residence.ARRIVING:
             group.finish_gather()
@@ -153,11 +213,15 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, index: int) -> None:
-        """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one."""
+    def reduce(self, index: int, complete: bool = True) -> None:
+        """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one.
+
+        Not ``complete``: more of it is to come in this backward."""
+        (self._pieces.discard if complete else self._pieces.add)(index)
         gradient = self.gradients[index]
         if self._ranks == 1:
             self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
+            self._find_room(gradient.flat_bytes)
             gradient.begin_reduce(gradient.pending)
             self._reducing.append(index)
             if not gradient.leaves:
@@ -174,9 +238,15 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
-            self._reduced.append(index)
+            if index not in self._pieces:
+                self._reduced.append(index)
             if departed:
                 self.gradients[index].await_departure()
+
+    def end_pieces(self) -> None:
+        """Backward has ended: what was reduced of a gradient is all there is of it."""
+        self._reduced += sorted(index for index in self._pieces if index not in self._reducing)
+        self._pieces.clear()
 
     def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
@@ -203,19 +273,31 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     def join_gather(self, index: int) -> None:
         """Takes part in a gather, whether this rank needs it or another one."""
-        if self.groups[index].residence is Residence.ABSENT:
-            self._begin_gather(index)
-        else:
-            self.groups[index].serve_gather()
+        with self._taking_part():
+            if self.groups[index].residence is Residence.ABSENT:
+                self._begin_gather(index)
+            else:
+                self.groups[index].serve_gather()
 
     def join_reduce(self, index: int, present: set[int], contribute: bool) -> None:
         """Takes part in a reduction. Without ``contribute`` another rank needs it: this one adds zeros."""
         gradient = self.gradients[index]
-        self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
-        self.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}")
-        gradient.begin_reduce(present, contribute=contribute)
+        with self._taking_part():
+            self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
+            nbytes = gradient.flat_bytes if contribute else gradient.reduce_bytes
+            self.make_room(nbytes, f"gradients of {self.groups[index].name}")
+            gradient.begin_reduce(present, contribute=contribute)
         self._reducing.append(index)
         self.reduced_elements += self.groups[index].gathered_numel
+
+    @contextmanager
+    def _taking_part(self) -> Iterator[None]:
+        """Over several ranks nothing else may be agreed on meanwhile."""
+        self._acting += self._ranks > 1
+        try:
+            yield
+        finally:
+            self._acting -= self._ranks > 1
 
     def present_in(self, index: int) -> set[int]:
         """A group's parameters that have a gradient on some rank."""
