@@ -105,7 +105,7 @@ def ids_of(number, rank):
 
 def train(case, plan, steps=2):
     """Losses, final values, and what was held at most."""
-    rank, world = rank_and_world()
+    rank, _ = rank_and_world()
     model = unwall.shard(build(case.kind, case.size), plan)
     optimizer = unwall.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, max_grad_norm=case.clip)
     losses = []

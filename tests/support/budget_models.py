@@ -46,10 +46,8 @@ class Chain(Model):
 
     def middle(self, x):
         for layer in self.layers:
-            if self.recompute is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.recompute == "reentrant")
+            again = self.recompute == "reentrant"
+            x = layer(x) if self.recompute is None else checkpoint(layer, x, use_reentrant=again)
         return x
 
 

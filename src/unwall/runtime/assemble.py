@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 from unwall.plans import Plan
+from unwall.runtime.card import probe_of
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
+from unwall.schedule.limit import Limit
 from unwall.shards.arrange import arrange
 from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
 from unwall.shards.grouping import Cuts, uncut
-from unwall.shards.placement import Home, Sizes
+from unwall.shards.placement import Home, Sizes, least_device_bytes
 from unwall.tiers.tiers import Tiers
 
 
@@ -35,5 +37,9 @@ def assemble(
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
+    probe = probe_of(tiers.device.device)
+    if plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in groups):
+        live = tiers.device.ledger
+        engine.executor.keep_within(Limit(probe, lambda: live.live_bytes, least_device_bytes(sizes, homes)))
     install(engine, model)
     return engine

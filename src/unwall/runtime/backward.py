@@ -20,6 +20,7 @@ from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.shards.local import local_gradient
+from unwall.tiers.ledger import BudgetError, Ledger
 
 
 class Arrived:
@@ -46,6 +47,7 @@ class Backward:
         self,
         executor: Executor[Group, Gradient],
         places: Places,
+        host: Ledger,
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
     ) -> None:
@@ -54,6 +56,7 @@ class Backward:
         self._executor = executor
         self._gradients = executor.gradients
         self._places = places
+        self._host = host
         self._arriving = arriving
         self._hand_out = hand_out
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
@@ -191,9 +194,28 @@ class Backward:
     def _note_task(self) -> int:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
+            if not self._tasks:
+                self._check_sums()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
         return task
+
+    def _check_sums(self) -> None:
+        """A backward begins that adds to what is held. BudgetError, before anything is changed, where the host has no room."""
+        if self._host.budget_bytes is None or not any(gradient.present for gradient in self._gradients):
+            return
+        again = not any(self._awaiting)  # a graph of an earlier pass: nobody has said what will come
+        pairs = zip(self._gradients, self._awaiting, strict=True)
+        needed = sum(gradient.sum_bytes(gradient.present if again else awaited) for gradient, awaited in pairs)
+        for try_again in (True, False):
+            free = self._host.free_bytes
+            if free is None or needed <= free:
+                return
+            if not try_again or not self._host.reclaim():
+                break
+        live, budget = self._host.live_bytes, self._host.budget_bytes
+        advice = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
+        raise BudgetError("host", needed, live, budget, "the sum of several backwards, in fp32,", advice)
 
     def _task_done(self, task: int) -> None:
         self._tasks.discard(task)

@@ -49,7 +49,9 @@ class Engine:
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
-        self.backward = Backward(self.executor, self.places, lambda index: self._tell(self.guards, index), self._hand_out)
+        self.backward = Backward(
+            self.executor, self.places, tiers.host.ledger, lambda index: self._tell(self.guards, index), self._hand_out
+        )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
         self.version = 0
         """Counts changes of the parameters' values."""

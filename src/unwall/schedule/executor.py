@@ -9,13 +9,15 @@ therefore makes room for what another rank may ask it to serve meanwhile, too.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Generic, TypeVar
 
 from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, GroupBackend, Lane
+from unwall.schedule.limit import Limit
 from unwall.schedule.pins import Pins
+from unwall.schedule.present import Present
 from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.control import pack_bits
@@ -55,14 +57,28 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.lane = lane
         self._ledger = ledger
         self._ranks = ranks
-        self._present = _Present(groups)
+        self._present = Present(groups)
         self._fetched: set[int] = set()  # that take memory to be here; some may have been dropped since
         self.pins = Pins(len(groups))
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
         self._pieces: set[int] = set()  # groups of whose gradient only a part was reduced yet
+        self._limit: Limit | None = None
+        ledger.ask_before_refusing(self.drop_cache)
         self._acting = 0  # collectives over several ranks that this rank takes part in now
         self.agreement = make_agreement(self)
+
+    def keep_within(self, limit: Limit) -> None:
+        """From now on groups are dropped to stay within ``limit``. For a ledger without a budget."""
+        self._limit = limit
+
+    def begin_pass(self, kind: Hashable) -> None:
+        """A forward begins, and nothing is in use. ``kind``: see ``Trace``."""
+        self.unpin_all()
+        self.trace.begin(kind)
+        if self._limit is not None:
+            self._limit.begin(kind)
+            self._drop_for(0)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -74,6 +90,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         try:
             if new:
                 self.lane.leave()
+                if self._limit is not None:
+                    self._limit.used()
+                    self._drop_for(0)
             self._make_resident(index)
             if new:
                 self.lane.enter(self.groups[index].name)
@@ -115,11 +134,12 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if self._find_room(nbytes) or (self._reduce_early(keep) and self._find_room(nbytes)):
             return
         ledger = self._ledger
-        raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
+        if ledger.budget_bytes is not None:
+            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label)
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
-        free = self._ledger.free_bytes
+        free = self._free_bytes()
         if self._ranks == 1 or free is None or self._acting:
             return
         nbytes += max(self._largest_fetch, self._largest_reduce)
@@ -128,9 +148,21 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
-        free = self._ledger.free_bytes
+        free = self._free_bytes()
         nbytes += 2 * self._largest_fetch + self._largest_reduce
         return free is None or nbytes <= free or nbytes <= free + self._droppable_bytes()
+
+    def drop_cache(self) -> None:
+        """Drops everything that nothing reads now: memory is needed that the card does not have."""
+        for occupant in self._occupants(soft=True):
+            if not occupant.pinned:
+                self.pins.give_up(occupant.group)
+                self.groups[occupant.group].drop()
+
+    def _free_bytes(self) -> int | None:
+        """What the budget, or else the limit, leaves. None where there is neither."""
+        ledger, limit = self._ledger, self._limit
+        return ledger.free_bytes if limit is None else limit.nbytes - ledger.live_bytes
 
     def _find_room(self, nbytes: int) -> bool:
         if self._drop_for(nbytes):
@@ -152,7 +184,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """Drops what is needed last, as far as ``nbytes`` need it. False, and nothing is dropped, where that is not enough.
 
         ``sooner_than``: what is needed at this distance or sooner stays. ``soft``: soft pins are given up, too."""
-        free = self._ledger.free_bytes
+        free = self._free_bytes()
         if free is None or nbytes <= free:
             return True
         drops = choose_drops(self._occupants(soft), self.trace.next_use(), nbytes - free, sooner_than)
@@ -311,13 +343,3 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         gradient.present -= wrong
         if not gradient.present and not gradient.pending:
             gradient.clear()
-
-
-class _Present:
-    """The groups that are on the device or on their way to it, as a container."""
-
-    def __init__(self, groups: Sequence[GroupBackend]) -> None:
-        self._groups = groups
-
-    def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and self._groups[index].residence is not Residence.ABSENT

@@ -111,6 +111,11 @@ class OnHost(Away):
         assert held is not None
         return held.tensor()
 
+    @property
+    def sum_bytes(self) -> int:
+        needed = self._sum is None and self.holding in (Holding.LANDING, Holding.LANDED)
+        return self._group.own_numel * self._wide.itemsize if needed else 0
+
     def clear(self) -> None:
         super().clear()
         if self._sum is not None:

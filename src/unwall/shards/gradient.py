@@ -100,6 +100,10 @@ class Gradient:
         grows = self.group.own_numel * 4 if not self.leaves and self._own.dtype.itemsize < 4 else 0
         return self._own.flat_bytes + self._reducer.nbytes + grows
 
+    def sum_bytes(self, slots: set[int]) -> int:
+        """Host memory that further gradients of ``slots`` take, to be added to what is held."""
+        return 0 if self.present.isdisjoint(slots) else self._place.sum_bytes
+
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
         self._fill()

@@ -97,6 +97,11 @@ class LandingPlace:
         """Device memory that a further pass needs for its sum."""
         return 0
 
+    @property
+    def sum_bytes(self) -> int:
+        """Host memory that a further pass takes for the sum of all."""
+        return 0
+
     def abandon(self) -> None:
         """What was begun will not be finished. The copy has read ``incoming`` to its end."""
         with suppress(Exception):  # nobody wants it any more

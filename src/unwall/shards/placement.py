@@ -118,6 +118,12 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     return max(usual, nested) + widening
 
 
+def least_device_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
+    """What is held, what comes and goes, and two more groups that are fetched ahead."""
+    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    return held + working_bytes(sizes, homes) + 2 * max(size.flat_bytes for size in sizes)
+
+
 def chunk_elements(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     """How much of a group's state an update of state on disk works on at a time: a sixteenth of a small model's largest group,
     so that reads, updates and writes overlap there, too."""
