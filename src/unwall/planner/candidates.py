@@ -126,15 +126,13 @@ def candidates(
 
 
 def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> tuple[Job, Terms]:
-    """The candidate on the model. It need not fit: see :func:`shortage`."""
-    spare = device_room(candidate, outline, allowance)
-    fields = dict(candidate.fields)
-    if candidate.budgeted or allowance.device_budget_bytes is not None:
-        fields["device_bytes"] = max(1, spare)
+    """The candidate on the model, with the budgets that it is judged by. It need not fit: see :func:`shortage`."""
+    spare, host = device_room(candidate, outline, allowance), host_room(candidate, outline, allowance)
+    fields = {**candidate.fields, "device_bytes": max(1, spare), "host_bytes": host, "passes": candidate.workload.passes}
     if "disk" in fields:
-        fields["host_bytes"] = host_room(candidate, outline, allowance)
+        fields["disk_bytes"] = allowance.disk_bytes
     plan = Plan(compute_dtype=dtype, **fields)
-    job = make_job(outline, plan, ranks, candidate.workload, spare, host_room(candidate, outline, allowance))
+    job = make_job(outline, plan, ranks, candidate.workload, spare, host)
     return job, terms_of(job)
 
 

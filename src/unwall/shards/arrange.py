@@ -10,7 +10,7 @@ from torch import nn
 
 from unwall.plans import Plan, PlanError
 from unwall.shards.build import Room, check_fit, plan_groups, sizes_of
-from unwall.shards.grouping import Cuts, Unit, uncut
+from unwall.shards.grouping import Cuts, Unit, group_bytes, uncut
 from unwall.shards.layout import Layout
 from unwall.shards.placement import Home, Sizes, place
 
@@ -27,7 +27,9 @@ def arrange(
     """
     planned = plan_groups(model, plan, world_size, cuts)
     refusals: list[PlanError] = []
-    limit_bytes = max(unit.nbytes for unit, _ in planned)
+    total_bytes = sum(unit.nbytes for unit, _ in planned)
+    limit_bytes = group_bytes(total_bytes, plan.budget_device_bytes)
+    smaller = [size for size in _halves(group_bytes(total_bytes, None)) if size < limit_bytes]
     while True:
         sizes = sizes_of(planned, plan, world_size)
         homes = place(sizes, plan, room.device_bytes, room.host_bytes)
@@ -37,7 +39,11 @@ def arrange(
             refusals.append(refusal)
         else:
             return planned, sizes, homes
-        if limit_bytes <= 1:
+        if not smaller:
             raise min(refusals, key=lambda refusal: refusal.lack)
-        limit_bytes //= 2
-        planned = plan_groups(model, plan, world_size, cuts, limit_bytes)
+        planned = plan_groups(model, plan, world_size, cuts, smaller.pop(0))
+
+
+def _halves(nbytes: int) -> list[int]:
+    """The sizes that are tried, whatever the budget is."""
+    return [nbytes >> shift for shift in range(nbytes.bit_length())]
