@@ -81,6 +81,7 @@ def test_what_came_and_went_between_two_uses_counts(card, limit):
     card.allocated()  # the peak, which nobody sees at a use
     card.others = 100
     limit.used()
+    card.others = 0
     assert run(card, limit, [100]) == [left(2500)]
 
 
@@ -88,6 +89,13 @@ def test_other_processes_take_of_the_card(card, limit):
     run(card, limit, [1000])
     card.elsewhere = 3200
     assert run(card, limit, [1000]) == [limit_of(CARD - 3200, 1000, MARGIN_SHARE, FLOOR)]
+
+
+def test_what_others_hold_all_the_time_is_theirs(card, limit):
+    run(card, limit, [1000])
+    card.others = 3200
+    limit.begin(True)
+    assert limit.nbytes == limit_of(CARD - 3200, 1000, MARGIN_SHARE, FLOOR)
 
 
 def test_after_an_out_of_memory_nothing_is_known_and_the_margin_is_larger(card, limit):

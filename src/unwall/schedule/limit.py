@@ -3,10 +3,11 @@
 [Note: what is left of the card]
 Without ``device_bytes`` a group that was fetched stays for as long as there is room, and how much room there is depends on what
 is not ours: activations, and whatever else the process allocates. So that is measured. At each use of a group the probe says
-what is allocated; what the ledger does not know of is others'. The most of it in the last pass of the same kind, and a margin,
-is left free; the rest of the card is the limit. The first pass knows nothing and holds only what it needs, and what it fetches
-ahead. Where a pass holds more than the last one did at the same place (a larger batch, longer samples), the limit goes down in
-proportion, at once. After an out-of-memory, whoever met it, nothing is known any more, and the margin doubles.
+what is allocated; what the ledger does not know of is others'. What they hold when a pass begins is theirs, and the rest of the
+card is shared: the most that the last pass of the same kind took of it, and a margin, is left free, what remains is the limit.
+The first pass knows nothing and holds only what it needs, and what it fetches ahead. Where a pass holds more than the last one
+did at the same place (a larger batch, longer samples), the limit goes down in proportion, at once. After an out-of-memory,
+whoever met it, nothing is known any more, and the margin doubles.
 
 The limit only says what to drop: nothing is refused because of it.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 MARGIN_SHARE = 1 / 16
-"""Of the card: what is lost between blocks, and what operations take and give back between two uses."""
+"""Of what is shared: what is lost between blocks, and what operations take and give back between two uses."""
 MOST_MARGIN_SHARE = 1 / 4
 STEPS = 64
 """The limit is a multiple of so small a part of the card, so that ranks whose numbers differ a little decide alike."""
@@ -45,12 +46,14 @@ class Probe(Protocol):
     def allocated(self) -> Allocated: ...
 
 
-def limit_of(card_bytes: int, others_bytes: int | None, margin_share: float, floor_bytes: int) -> int:
-    """What groups, gradients and states may take. ``others_bytes``: what must be left to others, None where it is not known."""
+def limit_of(shared_bytes: int, others_bytes: int | None, margin_share: float, floor_bytes: int) -> int:
+    """What groups, gradients and states may take of what a pass and they share.
+
+    ``others_bytes``: what must be left to others, None where it is not known."""
     if others_bytes is None:
         return floor_bytes
-    step = max(1, card_bytes // STEPS)
-    left = card_bytes - others_bytes - int(card_bytes * margin_share)
+    step = max(1, shared_bytes // STEPS)
+    left = shared_bytes - others_bytes - int(shared_bytes * margin_share)
     return max(floor_bytes, left // step * step)
 
 
@@ -67,11 +70,11 @@ class Limit:
         self._floor = floor_bytes
         self._margin_share = MARGIN_SHARE
         self._known: dict[Hashable, list[int]] = {}
-        """By kind of pass: what others held at each use."""
+        """By kind of pass: what others held at each use, beyond what they had at its beginning."""
         self._kind: Hashable = None
         self._now: list[int] = []
         self._growth = 1.0
-        self._card = 0
+        self._shared = self._base = 0
         self._failures = probe.allocated().failures
         self._peak = self._before = 0
 
@@ -84,17 +87,18 @@ class Limit:
             self._known.clear()
             self._margin_share = min(MOST_MARGIN_SHARE, 2 * self._margin_share)
         self._failures = found.failures
-        self._card = self._probe.free_bytes() + found.reserved_bytes
         self._peak, self._before = found.peak_bytes, self._ours()
+        self._base = found.allocated_bytes - self._before
+        self._shared = self._probe.free_bytes() + found.reserved_bytes - self._base
         self._kind, self._now, self._growth = kind, [], 1.0
         self._decide()
 
     def used(self) -> None:
         """A group is about to be used."""
         found, ours = self._probe.allocated(), self._ours()
-        others = found.allocated_bytes - ours
+        others = found.allocated_bytes - ours - self._base
         if found.peak_bytes > self._peak:  # since the last use, when ours was one or the other
-            others = max(others, found.peak_bytes - max(ours, self._before))
+            others = max(others, found.peak_bytes - max(ours, self._before) - self._base)
         self._peak, self._before = found.peak_bytes, ours
         known, place = self._known.get(self._kind, []), len(self._now)
         self._now.append(others)
@@ -105,4 +109,4 @@ class Limit:
     def _decide(self) -> None:
         known = self._known.get(self._kind)
         others = None if known is None else max(int(self._growth * max(known)), max(self._now, default=0))
-        self.nbytes = limit_of(self._card, others, self._margin_share, self._floor)
+        self.nbytes = limit_of(self._shared, others, self._margin_share, self._floor)
