@@ -1,6 +1,6 @@
 """The plans worth looking at, and what each would need. Pure decisions over a machine and a batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from unwall.planner.outline import Outline
 from unwall.plans import Plan
 from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.ledger import TierName
-from unwall.tiers.sizes import format_bytes
+from unwall.tiers.sizes import format_bytes, readable_bytes
 
 DEVICE_SHARE = 0.92
 """The share of a device's memory that a plan may count on: the rest is the runtime's, and lost between blocks."""
@@ -32,6 +32,10 @@ class Allowance:
     directory: str | None
     together: bool
     """Device and host are the same memory."""
+    host_given: bool = False
+    """The user has said what the host may hold."""
+    disk_given: bool = False
+    """The same for the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ def allowance_of(
         disk_bytes=disk if directory is not None else 0,
         directory=directory,
         together=hardware.is_host,
+        host_given=host_bytes is not None,
+        disk_given=disk_bytes is not None,
     )
 
 
@@ -127,12 +133,28 @@ def candidates(
 
 def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> tuple[Job, Terms]:
     """The candidate on the model, with the budgets that it is judged by. It need not fit: see :func:`shortage`."""
-    spare, host = device_room(candidate, outline, allowance), host_room(candidate, outline, allowance)
-    fields = {**candidate.fields, "device_bytes": max(1, spare), "host_bytes": host, "passes": candidate.workload.passes}
+    job, terms = _build(candidate, outline, ranks, allowance, dtype, readable_bytes)
+    device = sum(terms["device"].values()) - terms["device"].get(ACTIVATIONS, 0)
+    if device > (job.plan.budget_device_bytes or 0) or sum(terms["host"].values()) > (job.plan.budget_host_bytes or 0):
+        return _build(candidate, outline, ranks, allowance, dtype, int)
+    return job, terms
+
+
+def _build(
+    candidate: Candidate,
+    outline: Outline,
+    ranks: int,
+    allowance: Allowance,
+    dtype: torch.dtype,
+    rounded: Callable[[int], int],
+) -> tuple[Job, Terms]:
+    """``rounded``: what budgets are written as."""
+    spare, load = device_room(candidate, outline, allowance), candidate.workload
+    fields = {**candidate.fields, "device_bytes": rounded(max(1, spare)), "host_bytes": rounded(allowance.host_bytes)}
     if "disk" in fields:
-        fields["disk_bytes"] = allowance.disk_bytes
-    plan = Plan(compute_dtype=dtype, **fields)
-    job = make_job(outline, plan, ranks, candidate.workload, spare, host)
+        fields["disk_bytes"] = rounded(allowance.disk_bytes)
+    plan = Plan(compute_dtype=dtype, activations=load.activations, passes=load.passes, **fields)
+    job = make_job(outline, plan, ranks, load, spare, host_room(candidate, outline, allowance))
     return job, terms_of(job)
 
 
