@@ -139,18 +139,24 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
-        free = self._free_bytes()
-        if self._ranks == 1 or free is None or self._acting:
-            return
         nbytes += max(self._largest_fetch, self._largest_reduce)
-        if nbytes > free and nbytes > free + self._droppable_bytes():
+        if self._ranks == 1 or self._acting or self._could_hold(nbytes):
+            return
+        self.finish_reduces()
+        if not self._could_hold(nbytes):
             self._reduce_early(keep)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
+        return self._could_hold(nbytes + 2 * self._largest_fetch + self._largest_reduce)
+
+    def _could_hold(self, nbytes: int) -> bool:
+        """Whether there would be room after dropping what nothing reads now."""
         free = self._free_bytes()
-        nbytes += 2 * self._largest_fetch + self._largest_reduce
-        return free is None or nbytes <= free or nbytes <= free + self._droppable_bytes()
+        if free is None or nbytes <= free:
+            return True
+        droppable = (occupant.nbytes for occupant in self._occupants(soft=True) if not occupant.pinned)
+        return nbytes <= free + sum(droppable)
 
     def drop_cache(self) -> None:
         """Drops everything that nothing reads now: memory is needed that the card does not have."""
@@ -197,9 +203,6 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._fetched = {index for index in self._fetched if index in self._present}
         pinned = self.pins.must_stay() if soft else self.pins.should_stay()
         return [Occupant(index, self.groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
-
-    def _droppable_bytes(self) -> int:
-        return sum(occupant.nbytes for occupant in self._occupants(soft=True) if not occupant.pinned)
 
     @cached_property
     def _largest_fetch(self) -> int:
