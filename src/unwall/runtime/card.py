@@ -12,14 +12,13 @@ class CudaProbe:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
     def allocated(self) -> Allocated:
         # What torch.cuda.memory_stats gives, without the time that it takes to flatten and sort it.
-        found: dict[str, Any] = torch._C._cuda_memoryStats(self._index)
+        found: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self._device)
         used = found["allocated_bytes"]["all"]
         return Allocated(found["reserved_bytes"]["all"]["current"], used["current"], used["peak"], found["num_ooms"])
 

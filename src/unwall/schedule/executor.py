@@ -11,7 +11,6 @@ therefore makes room for what another rank may ask it to serve meanwhile, too.
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Generic, TypeVar
 
 from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, GroupBackend, Lane
@@ -63,6 +62,8 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
         self._pieces: set[int] = set()  # groups of whose gradient only a part was reduced yet
+        self._largest_fetch = max(group.fetch_bytes for group in groups)
+        self._largest_reduce = max(gradient.reduce_bytes for gradient in gradients)
         self._limit: Limit | None = None
         ledger.ask_before_refusing(self.drop_cache)
         self._acting = 0  # collectives over several ranks that this rank takes part in now
@@ -78,7 +79,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.trace.begin(kind)
         if self._limit is not None:
             self._limit.begin(kind)
-            self._drop_for(0)
+            self._stay_within()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 self.lane.leave()
                 if self._limit is not None:
                     self._limit.used()
-                    self._drop_for(0)
+                    self._stay_within()
             self._make_resident(index)
             if new:
                 self.lane.enter(self.groups[index].name)
@@ -136,6 +137,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         ledger = self._ledger
         if ledger.budget_bytes is not None:
             raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label)
+        self.drop_cache()  # the limit refuses nothing
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
@@ -158,9 +160,13 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         droppable = (occupant.nbytes for occupant in self._occupants(soft=True) if not occupant.pinned)
         return nbytes <= free + sum(droppable)
 
-    def drop_cache(self) -> None:
-        """Drops everything that nothing reads now: memory is needed that the card does not have."""
-        for occupant in self._occupants(soft=True):
+    def _stay_within(self) -> None:
+        if not self._drop_for(0):
+            self.drop_cache(soft=False)
+
+    def drop_cache(self, soft: bool = True) -> None:
+        """Drops everything that nothing reads now, or nothing pins: memory is needed that the card does not have."""
+        for occupant in self._occupants(soft):
             if not occupant.pinned:
                 self.pins.give_up(occupant.group)
                 self.groups[occupant.group].drop()
@@ -203,14 +209,6 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._fetched = {index for index in self._fetched if index in self._present}
         pinned = self.pins.must_stay() if soft else self.pins.should_stay()
         return [Occupant(index, self.groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
-
-    @cached_property
-    def _largest_fetch(self) -> int:
-        return max(group.fetch_bytes for group in self.groups)
-
-    @cached_property
-    def _largest_reduce(self) -> int:
-        return max(gradient.reduce_bytes for gradient in self.gradients)
 
     def _make_resident(self, index: int) -> None:
         group = self.groups[index]
