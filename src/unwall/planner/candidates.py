@@ -135,7 +135,8 @@ def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowan
     """The candidate on the model, with the budgets that it is judged by. It need not fit: see :func:`shortage`."""
     job, terms = _build(candidate, outline, ranks, allowance, dtype, readable_bytes)
     device = sum(terms["device"].values()) - terms["device"].get(ACTIVATIONS, 0)
-    if device > (job.plan.budget_device_bytes or 0) or sum(terms["host"].values()) > (job.plan.budget_host_bytes or 0):
+    missed = device > (job.plan.budget_device_bytes or 0) or sum(terms["host"].values()) > (job.plan.budget_host_bytes or 0)
+    if missed and shortage(terms, allowance) is None:  # by the rounding alone
         return _build(candidate, outline, ranks, allowance, dtype, int)
     return job, terms
 

@@ -141,8 +141,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
+        if self._ranks == 1 or self._acting or self._free_bytes() is None:
+            return
         nbytes += max(self._largest_fetch, self._largest_reduce)
-        if self._ranks == 1 or self._acting or self._could_hold(nbytes):
+        if not any(gradient.pending for gradient in self.gradients) or self._could_hold(nbytes):
             return
         self.finish_reduces()
         if not self._could_hold(nbytes):
@@ -206,9 +208,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         return drops is not None
 
     def _occupants(self, soft: bool = False) -> list[Occupant]:
-        self._fetched = {index for index in self._fetched if index in self._present}
-        pinned = self.pins.must_stay() if soft else self.pins.should_stay()
-        return [Occupant(index, self.groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
+        pinned, groups, absent = self.pins.must_stay() if soft else self.pins.should_stay(), self.groups, Residence.ABSENT
+        self._fetched = {index for index in self._fetched if groups[index].residence is not absent}
+        return [Occupant(index, groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
 
     def _make_resident(self, index: int) -> None:
         group = self.groups[index]

@@ -12,7 +12,7 @@ class SimulatedGradient:
     def __init__(self, group: SimulatedGroup, rank: VirtualRank) -> None:
         self.group = group
         self.pending: set[int] = set()
-        """Places of the pass whose part of it is here. In the engine: parameters."""
+        """Parts of it that are here. In the engine: parameters."""
         self.present: set[int] = set()
         self.passes = 0
         """Passes that were reduced since the last step; pieces of one count once."""
@@ -46,16 +46,16 @@ class SimulatedGradient:
         grows = 4 * size.own_numel if size.widening_bytes and not self.leaves else 0
         return size.grad_flat_bytes + size.grad_part_bytes + grows
 
-    def take(self, place: int) -> None:
+    def take(self, part: int) -> None:
         """Backward has computed gradients of the group."""
         if self.pending:
-            self.pending.add(place)
+            self.pending.add(part)
             return
         self.finish_reduce()  # of a piece before
         if self._keeps_flat:  # the sum moves out of the flat buffer, which stays
             self._widen(keep_bytes=self._held_bytes)
         self._rank.ledger.reserve(self._flat_bytes(), self._label)
-        self.pending = {place}
+        self.pending = {part}
 
     def _flat_bytes(self) -> int:
         return 0 if self._keeps_flat and self.passes else self.group.size.grad_flat_bytes

@@ -55,8 +55,12 @@ class Simulation:
             if what == "backward"
             for index in job.stretches[stretch].groups
         }
-        for group in self.groups:
-            group.param_count = len(self._places)
+        self._parts: dict[tuple[int, int], int] = {}
+        """By group and place: which part of the group's gradient is computed there."""
+        for place, (stretch, what) in enumerate(self._places):
+            for index in job.stretches[stretch].groups if what == "backward" else ():
+                self._parts[index, place] = self.groups[index].parts
+                self.groups[index].parts += 1
         self._teach()
 
     def _teach(self) -> None:
@@ -127,7 +131,7 @@ class Simulation:
             if not gradient.pending:
                 self.executor.make_room_before(gradient.flat_bytes, keep=index)
                 self.executor.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}", keep=index)
-            gradient.take(place)
+            gradient.take(self._parts[index, place])
 
     def _hand_out(self) -> None:
         """Sums that are on their way to where the update runs are used at once where nothing has to be waited for."""
