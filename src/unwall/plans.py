@@ -42,7 +42,7 @@ class Plan:
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
-    """What unwall may hold on the device (activations are not counted). None: all of it."""
+    """What unwall may hold on the device (activations are not counted). None: what activations leave of it, as measured."""
     host_bytes: int | str | None = None
     """What unwall may hold in host memory. None: all of it."""
     disk_bytes: int | str | None = None
