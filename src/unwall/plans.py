@@ -20,6 +20,9 @@ _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PlanError(ValueError):
     """A plan that cannot be carried out: says which field, what was expected, and what to write instead."""
 
+    lack: tuple[int, int] = (0, 0)
+    """Where a tier is too small: which one (0 the device, 1 the host, 2 the disk), and how many bytes would do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -39,7 +42,7 @@ class Plan:
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
-    """What unwall may hold on the device (activations are not counted). None: all of it."""
+    """What unwall may hold on the device (activations are not counted). None: what activations leave of it, as measured."""
     host_bytes: int | str | None = None
     """What unwall may hold in host memory. None: all of it."""
     disk_bytes: int | str | None = None

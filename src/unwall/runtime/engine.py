@@ -52,7 +52,9 @@ class Engine:
         """Where each parameter (by id) lies."""
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
-        self.backward = Backward(self.executor, self.places, self.shown.take, self.refuse_if_used, self._hand_out)
+        self.backward = Backward(
+            self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out
+        )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
         self.version = 0
         """Counts changes of the parameters' values."""

@@ -76,6 +76,10 @@ class GradientBackend(Protocol):
         """Device memory that a pass over this group's backward takes from now on."""
 
     @property
+    def reduce_bytes(self) -> int:
+        """Device memory that a reduction takes at most, with nothing of it there yet. It does not change."""
+
+    @property
     def leaves(self) -> bool:
         """The sum goes to another tier, where the update runs."""
 
