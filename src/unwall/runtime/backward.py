@@ -18,7 +18,7 @@ from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
-from unwall.shards.group import Group, Residence
+from unwall.shards.group import Group, Residence, close_all
 from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError
 
@@ -200,6 +200,7 @@ class Backward:
         self._tasks.discard(task)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end()
+            close_all(self._executor.groups)
             self._executor.end_backward(self.sync)
             self._hand_out()
 
