@@ -58,8 +58,6 @@ class Keeper(Protocol):
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         """What it was given in."""
 
-    def device_of(self, param: nn.Parameter) -> torch.device: ...
-
     def in_compute_dtype(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """The whole value as a pass would show it."""
 
@@ -143,7 +141,7 @@ class Absent(nn.Parameter):
         return _call(func, args, kwargs)
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         keeper = _keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
@@ -165,6 +163,12 @@ class Absent(nn.Parameter):
             keeper.put(self, value)
 
 
+def become_plain(param: nn.Parameter) -> None:
+    """For whoever shows a parameter something."""
+    if isinstance(param, Absent):
+        object.__setattr__(param, "__class__", nn.Parameter)
+
+
 class _Bring(torch.autograd.Function):
     """The whole value as a function of the parameter: gradients find the way back."""
 
@@ -173,7 +177,7 @@ class _Bring(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]  # noqa: ARG004
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # noqa: ARG004
         return grad, None
 
 
@@ -266,4 +270,6 @@ def _refuse_leaf_in_place(func: Callable[..., Any], args: Any, lent: dict[int, t
     targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
     for target in targets:
         if id(target) in lent and lent[id(target)][0].requires_grad:
-            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation. (use torch.no_grad())")
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation. (use torch.no_grad())"
+            )

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unwall.runtime.engine import Engine
 from unwall.runtime.outputs import cast_floats
 from unwall.runtime.outside import watch_outside
+from unwall.runtime.pretrained import write_given_dtype
 from unwall.runtime.whole import StateDictHooks, WholeParams, dtypes_of
 
 # Module or parameter -> weak reference to its engine. The hooks on the modules own the engine: it goes with the model.
@@ -138,6 +139,7 @@ def install(engine: Engine, model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
     _place_buffers(engine, model)
+    write_given_dtype(engine, model)
     watch_outside(engine)
 
 

@@ -2,9 +2,9 @@
 
 [Note: lent values]
 A parameter that is read outside a pass is a whole tensor of its own for as long as someone looks at it. Whoever writes to that
-tensor, to a view of it or to its ``.data`` is found out by version counters (an address or a numpy array that was taken of it
-counts as a write), and the value is taken into the master at the next edge: when another parameter is read, or a pass, a step,
-``state_dict``, ``full_params`` begins. Then the tensor goes, unless the user still holds a part of it. So a loop over all
+tensor, to a view of it or to its ``.data`` is found out by version counters (what an address or a numpy array was taken of
+is compared by sums), and the value is taken into the master at the next edge: when another parameter is read, or a pass, a
+step, ``state_dict`` or ``full_params`` begins. Then the tensor goes, unless the user still holds a part of it. So a loop over all
 parameters needs memory for one of them (over ranks: for one group), and one that keeps what it reads gets what it asked for.
 
 What is kept until the parameters have changed (a step) has the values of before. That is said once; a write to it cannot be
@@ -47,6 +47,7 @@ class Lent:
         self._twins: list[tuple[torch.Tensor, int]] = []
         self._aliases: list[weakref.ref[torch.Tensor]] = []
         self._own_uses = storage_uses(tensor)
+        self._sums = _sums(tensor) if tensor.device.type == "cpu" else None  # a numpy array may be made without our seeing it
 
     def handed_out(self, result: torch.Tensor, counter: bool = False) -> None:
         """The user has got a tensor that shares the memory. ``counter``: it has a version counter of its own."""
@@ -62,6 +63,8 @@ class Lent:
     def keep(self) -> None:
         """The user has got something that shares the memory without being a tensor: taken back at the next edge."""
         self._kept = True
+        if self._sums is None:
+            self._sums = _sums(self.tensor)
 
     @property
     def _counted(self) -> bool:
@@ -69,13 +72,16 @@ class Lent:
 
     @property
     def written(self) -> bool:
-        """Surely."""
+        """Whether a version counter says so."""
         return self._wrote or self._counted
 
     @property
     def changed(self) -> bool:
-        """Perhaps: a numpy array tells nothing of what is written to it."""
-        return self.written or self._kept or not self.tensor.untyped_storage().resizable()
+        """The same where nothing counts what is written: at an address, or in a numpy array."""
+        if self.written or self._sums is None:
+            return self.written
+        uncounted = self._kept or not self.tensor.untyped_storage().resizable()
+        return uncounted and not torch.equal(_sums(self.tensor), self._sums)
 
     @property
     def held(self) -> bool:
@@ -95,9 +101,21 @@ class Lent:
 
     def taken(self) -> None:
         """What was written has been taken."""
-        self._kept = self._wrote = False
+        self._wrote = False
+        self._sums = None if self._sums is None else _sums(self.tensor)
         self._seen = self.tensor._version
         self._twins = [(tensor, tensor._version) for tensor, _ in self._twins]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Two sums that hardly any change leaves as they are: of the bits, and of the values."""
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(_BITS[tensor.itemsize])
+    values = flat if tensor.itemsize > 1 else bits
+    return torch.stack((bits.sum(dtype=torch.int64), values.sum(dtype=torch.float64).view(torch.int64)))
 
 
 class Outside:
@@ -145,8 +163,8 @@ class Outside:
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise RuntimeError(
-                f"{self._name(param)} is sharded and keeps its shape {tuple(shape)}: .data cannot become {got}. Change the model "
-                "before unwall.shard"
+                f"{self._name(param)} is sharded and keeps its shape {tuple(shape)}: .data cannot become {got}. Change the "
+                "model before unwall.shard"
             )
         lent = self.lend(param)
         if not (value.dtype == lent.tensor.dtype and value.data_ptr() == lent.tensor.data_ptr() and lent.changed):
@@ -156,9 +174,6 @@ class Outside:
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         group, slot = self._group(param)
         return group.dtypes[slot]
-
-    def device_of(self, param: nn.Parameter) -> torch.device:
-        return self._engine.device.device
 
     def in_compute_dtype(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         return rounded(value, self._group(param)[0].layout.dtype)
@@ -186,14 +201,15 @@ class Outside:
 
     def _look_after_old(self) -> None:
         """Values of parameters that have changed since."""
-        for lent in list(self._old):
+        written = [lent for lent in self._old if lent.written]
+        self._old = [lent for lent in self._old if lent.held or lent.written]
+        for lent in self._old:
             if lent.written:
-                self._old.remove(lent)
-                raise self._stale(lent)
-            if not lent.held:
-                self._old.remove(lent)
+                lent.taken()
             elif lent.looked_at and not lent.warned:
                 self._warn(lent)
+        if written:
+            raise self._stale(written)
 
     def _take_one(self, lent: Lent) -> None:
         """A changed value goes to the master; the others that are lent stay as good as they were."""
@@ -218,10 +234,11 @@ class Outside:
             stacklevel=2,
         )
 
-    def _stale(self, lent: Lent) -> RuntimeError:
+    def _stale(self, written: list[Lent]) -> RuntimeError:
+        names = ", ".join(self._name(lent.param) for lent in written[:5])
         return RuntimeError(
-            f"{self._name(lent.param)} was written through a tensor that was read from it before its value changed (by a step or "
-            "by loading): the write is lost. Read the parameter again and write to that, or write inside "
+            f"{names} was written through a tensor that was read from it before its value changed (by a step "
+            "or by loading): the write is lost. Read the parameter again and write to that, or write inside "
             "unwall.full_params(model, write=True)"
         )
 

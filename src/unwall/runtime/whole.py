@@ -2,8 +2,8 @@
 
 [Note: full precision]
 Whole values are as precise as what training keeps of them: fp32 where there is a master, whatever dtype the parameters were
-given in and compute in. A dtype of less is asked for (``full_params(dtype=...)``). Where less comes back, only the elements that
-were changed replace the master's.
+given in and compute in. Less is asked for (``full_params(dtype=...)``). Where less comes back, only the elements that were
+changed replace the master's.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.runtime.absent import Absent
+from unwall.runtime.absent import become_plain
 from unwall.runtime.engine import Engine
 from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
@@ -70,14 +70,14 @@ class WholeParams:
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
         """The whole value, the same tensor each time for a parameter that two modules share. None on ranks that get nothing."""
         self._engine.edge()
-        version, known = self._last.get(id(param), (-1, None))
-        value = None if known is None or version != self._engine.version else known()
+        value = self.read(param)  # whatever this rank has already: all ranks take part in the same collectives
         if value is None:
-            value = self.read(param)
-            if value is not None:
-                self._last[id(param)] = self._engine.version, weakref.ref(value)
-        elif not self._everywhere:
-            self._engine.executor.together()
+            return None
+        version, known = self._last.get(id(param), (-1, None))
+        same = None if known is None or version != self._engine.version else known()
+        if same is not None:
+            return same
+        self._last[id(param)] = self._engine.version, weakref.ref(value)
         return value
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -137,8 +137,8 @@ def take_shown(engine: Engine, group: Group, slot: int) -> None:
     if value.data_ptr() != view.data_ptr():  # .data was set
         if value.shape != target.shape:
             raise RuntimeError(
-                f"parameter {target.name} is sharded and keeps its shape {tuple(target.shape)}: .data was set to a tensor of shape "
-                f"{tuple(value.shape)} in a forward"
+                f"parameter {target.name} is sharded and keeps its shape {tuple(target.shape)}: a forward has set its .data to a "
+                f"tensor of shape {tuple(value.shape)}"
             )
         show(param, view)
     engine.version += 1
@@ -194,8 +194,7 @@ def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> 
 
 def lay_out(param: nn.Parameter, tensor: torch.Tensor) -> None:
     """A parameter is plain and shows a tensor that is no part of a flat buffer. ``show_again`` ends that."""
-    if type(param) is Absent:
-        param.__class__ = nn.Parameter
+    become_plain(param)
     show(param, tensor)
 
 
