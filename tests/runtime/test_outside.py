@@ -69,6 +69,8 @@ def write_a_lot(model):
     kept.view(-1)[:10].zero_()
     second.weight.detach().t().add_(1.0)
     third.weight.data = third.weight.data * 1.5
+    first.weight.data += (second.weight @ third.weight) * 0.25  # as an adapter is merged
+    first.bias = nn.Parameter(first.bias.detach() - 1.0)  # as a loader puts values in
     nn.init.constant_(fourth.bias, 0.25)
     torch.manual_seed(7)
     nn.init.normal_(fourth.weight)

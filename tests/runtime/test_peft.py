@@ -6,10 +6,10 @@ import tempfile
 import pytest
 import torch
 import transformers
-from accelerate import load_checkpoint_in_model
-from peft import LoraConfig, get_peft_model
 
 import unwall
+
+peft, accelerate = pytest.importorskip("peft"), pytest.importorskip("accelerate")
 
 IDS = torch.arange(16).view(2, 8)
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -30,7 +30,7 @@ def llama():
 
 
 def with_adapters(kind):
-    model = get_peft_model(llama(), LoraConfig(**LORA, **KINDS[kind]))
+    model = peft.get_peft_model(llama(), peft.LoraConfig(**LORA, **KINDS[kind]))
     torch.manual_seed(3)
     for name, param in model.named_parameters():
         if "lora_B" in name:
@@ -80,8 +80,9 @@ def test_merging_gives_what_it_gives_plainly(ranks, kind, world):
         torch.testing.assert_close(plain(input_ids=IDS).logits.detach(), before, **close)
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_accelerate_loads_a_checkpoint(tier, tmp_path):
+def test_accelerate_loads_a_checkpoint(tier, device_map, tmp_path):
     source = llama()
     with torch.no_grad():
         for param in source.parameters():
@@ -89,7 +90,7 @@ def test_accelerate_loads_a_checkpoint(tier, tmp_path):
     expected = copy.deepcopy(source.state_dict())
     source.save_pretrained(tmp_path)
     model = shard(llama(), tier, torch.bfloat16)
-    load_checkpoint_in_model(model, str(tmp_path))
+    accelerate.load_checkpoint_in_model(model, str(tmp_path), device_map=device_map)
     state = model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in state.items())
     optimizer = unwall.AdamW(model.parameters(), lr=1e-3)

@@ -114,6 +114,18 @@ class Watched(dict[str, Any]):
             self._forward.touched(param)
         return param
 
+    def __setitem__(self, name: str, param: Any) -> None:
+        """A new parameter in the place of a sharded one, of the same shape: its value is taken, and the sharded one stays
+        (loaders put values into a model that way)."""
+        old = self.get(name)
+        known = old is not None and id(old) in self._places and not self._forward.running
+        new = isinstance(param, nn.Parameter) and id(param) not in self._places and not param.is_meta
+        if known and new and param.shape == old.shape:
+            old.data = param.data
+            old.requires_grad_(param.requires_grad)
+            return
+        super().__setitem__(name, param)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy()
 

@@ -4,8 +4,8 @@
 A parameter that is read outside a pass is a whole tensor of its own for as long as someone looks at it. Whoever writes to that
 tensor, to a view of it or to its ``.data`` is found out by version counters (what an address or a numpy array was taken of
 is compared by sums), and the value is taken into the master at the next edge: when another parameter is read, or a pass, a
-step, ``state_dict`` or ``full_params`` begins. Then the tensor goes, unless the user still holds a part of it. So a loop over all
-parameters needs memory for one of them (over ranks: for one group), and one that keeps what it reads gets what it asked for.
+step, ``state_dict`` or ``full_params`` begins. Then the tensor goes, unless the user still holds a part of it. So a loop over
+all parameters needs memory for one of them (over ranks: for one group), and one that keeps what it reads gets what it asks for.
 
 What is kept until the parameters have changed (a step) has the values of before. That is said once; a write to it cannot be
 taken any more, and raises.

@@ -137,8 +137,8 @@ def take_shown(engine: Engine, group: Group, slot: int) -> None:
     if value.data_ptr() != view.data_ptr():  # .data was set
         if value.shape != target.shape:
             raise RuntimeError(
-                f"parameter {target.name} is sharded and keeps its shape {tuple(target.shape)}: a forward has set its .data to a "
-                f"tensor of shape {tuple(value.shape)}"
+                f"parameter {target.name} is sharded and keeps its shape {tuple(target.shape)}: a forward has set its .data to "
+                f"a tensor of shape {tuple(value.shape)}"
             )
         show(param, view)
     engine.version += 1
