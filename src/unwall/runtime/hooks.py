@@ -117,8 +117,8 @@ class Watched(dict[str, Any]):
     def __setitem__(self, name: str, param: Any) -> None:
         """A new parameter in the place of a sharded one, of the same shape: its value is taken, and the sharded one stays
         (loaders put values into a model that way)."""
-        old = self.get(name)
-        known = old is not None and id(old) in self._places and not self._forward.running
+        old: Any = self.get(name)
+        known = id(old) in self._places and not self._forward.running
         new = isinstance(param, nn.Parameter) and id(param) not in self._places and not param.is_meta
         if known and new and param.shape == old.shape:
             old.data = param.data
