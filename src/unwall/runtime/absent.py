@@ -15,6 +15,7 @@ The object, its id, its autograd node and its hooks stay: only ``__class__`` cha
 in a pass.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -163,6 +164,19 @@ class Absent(nn.Parameter):
             keeper.put(self, value)
 
 
+_describing = threading.local()
+
+
+def describe_only(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``module._save_to_state_dict``: what it detaches of absent parameters are stand-ins. Whole values take their place."""
+    before = getattr(_describing, "now", False)
+    _describing.now = True
+    try:
+        type(module)._save_to_state_dict(module, *args, **kwargs)
+    finally:
+        _describing.now = before
+
+
 def become_plain(param: nn.Parameter) -> None:
     """For whoever shows a parameter something."""
     if isinstance(param, Absent):
@@ -193,7 +207,7 @@ def _described(param: nn.Parameter, shaped: bool) -> torch.Tensor:
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of absent parameters, among other things."""
-    if func in SHAPED or func in DESCRIBED:
+    if func in SHAPED or func in DESCRIBED or (func is T.detach and getattr(_describing, "now", False)):
         shaped = func in SHAPED
         args, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped), (args, kwargs))
         return func(*args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.runtime.absent import describe_only
 from unwall.runtime.engine import Engine
 from unwall.runtime.outputs import cast_floats
 from unwall.runtime.outside import watch_outside
@@ -114,18 +115,6 @@ class Watched(dict[str, Any]):
             self._forward.touched(param)
         return param
 
-    def __setitem__(self, name: str, param: Any) -> None:
-        """A new parameter in the place of a sharded one, of the same shape: its value is taken, and the sharded one stays
-        (loaders put values into a model that way)."""
-        old: Any = self.get(name)
-        known = id(old) in self._places and not self._forward.running
-        new = isinstance(param, nn.Parameter) and id(param) not in self._places and not param.is_meta
-        if known and new and param.shape == old.shape:
-            old.data = param.data
-            old.requires_grad_(param.requires_grad)
-            return
-        super().__setitem__(name, param)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy()
 
@@ -197,6 +186,7 @@ def _save_and_load_whole(engine: Engine, model: nn.Module) -> None:
             module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(hooks.before_load)
             module.register_load_state_dict_post_hook(hooks.after_load)
+            module.__dict__["_save_to_state_dict"] = functools.partial(describe_only, module)
 
 
 def _place_buffers(engine: Engine, model: nn.Module) -> None:
