@@ -216,12 +216,14 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         args = (args[0], *rest)
     found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Absent}
     lent: dict[int, tuple[nn.Parameter, Value]] = {}
+    used: list[torch.Tensor] = []  # so that one value is not taken back when the next one is lent
     for param in found.values():
         keeper = _keeper_of(param)
         if keeper is not None and keeper.running:
             keeper.bring(param)
         elif keeper is not None:
             lent[id(param)] = param, keeper.lend(param)
+            used.append(lent[id(param)][1].tensor.detach())
     if not lent:
         return func(*args, **kwargs)
     _refuse_leaf_in_place(func, args, lent)
