@@ -108,6 +108,8 @@ DESCRIBED = _named(
 DESCRIBED |= {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.randint_like}
 """Answered by a stand-in: see ``_described``."""
 
+_GET_DTYPE = T.dtype.__get__  # type: ignore[attr-defined]
+
 LIKE_ANOTHER = _named("type_as", "expand_as", "view_as", "reshape_as", "to")
 """Of what comes after the first argument only the description counts."""
 
@@ -195,11 +197,19 @@ class _Bring(torch.autograd.Function):
         return grad, None
 
 
+def _dtype(param: nn.Parameter) -> torch.dtype:
+    """In a pass what it computes in, otherwise what it was given in."""
+    keeper = _keeper_of(param)
+    if keeper is not None and not keeper.running:
+        return keeper.dtype_of(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.dtype
+
+
 def _described(param: nn.Parameter, shaped: bool) -> torch.Tensor:
     """A tensor without memory of its own that looks as the parameter does."""
-    keeper = _keeper_of(param)
+    dtype = _dtype(param)
     with torch._C.DisableTorchFunctionSubclass():
-        dtype = param.dtype if keeper is None or keeper.running else keeper.dtype_of(param)
         if shaped:
             return torch.empty(param.shape, dtype=dtype, device="meta")
         return torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
@@ -207,6 +217,8 @@ def _described(param: nn.Parameter, shaped: bool) -> torch.Tensor:
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     """A function of absent parameters, among other things."""
+    if func == _GET_DTYPE:
+        return _dtype(args[0])
     if func in SHAPED or func in DESCRIBED or (func is T.detach and getattr(_describing, "now", False)):
         shaped = func in SHAPED
         args, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped), (args, kwargs))

@@ -28,6 +28,9 @@ class Faces:
         self._params = params
         self._layout = layout
         self._versions: list[int] = []
+        item = layout.dtype.itemsize
+        self._offsets = [slot.offset * item if slot.whole and slot.numel else -1 for slot in layout.slots]
+        """In bytes, of what is shown of the flat buffer."""
 
     def show(self, slot: int, tensor: torch.Tensor) -> None:
         """The parameter is plain and shows ``tensor``."""
@@ -44,14 +47,14 @@ class Faces:
     def opened(self) -> None:
         """All parameters show the flat buffer: what is written from now on counts."""
         self.is_open = True
-        self._versions = [_version(param) for param in self._params] if self.away is not None else []
+        self._versions = _versions(self._params) if self.away is not None else []
 
     def open(self) -> None:
         """A pass uses the group, which is resident."""
         if self.is_open:
             return
-        for slot, param in zip(self._layout.slots, self._params, strict=True):
-            if slot.whole and type(param) is self.away:
+        for slot, param in enumerate(self._params):
+            if type(param) is self.away and self._layout.slots[slot].whole:
                 param.__class__ = nn.Parameter
         self.opened()
 
@@ -71,16 +74,18 @@ class Faces:
     def _changed(self, flat: torch.Tensor) -> list[int]:
         if len(self._versions) != len(self._params):
             return []
-        start, item = flat.data_ptr(), self._layout.dtype.itemsize
+        versions, start = _versions(self._params), flat.data_ptr()
         return [
             at
-            for at, (slot, param) in enumerate(zip(self._layout.slots, self._params, strict=True))
-            if slot.whole
-            and slot.numel
+            for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
+            if offset >= 0
+            and (versions[at] != self._versions[at] or param.data_ptr() != start + offset)
             and type(param) is nn.Parameter
-            and (_version(param) != self._versions[at] or param.data_ptr() != start + slot.offset * item)
         ]
 
 
-def _version(param: nn.Parameter) -> int:
-    return 0 if param.is_inference() else param._version
+def _versions(params: Sequence[nn.Parameter]) -> list[int]:
+    try:
+        return [param._version for param in params]
+    except RuntimeError:  # inference tensors count nothing
+        return [0] * len(params)
