@@ -71,6 +71,7 @@ class Forward:
         if self._frames and not is_running(self._frames[0].caller):
             pair = self._frames[0].saved
             self._frames.clear()
+            close_all(self._executor.groups)
             if pair is not None:
                 self.saved.unwatch(pair)
 
