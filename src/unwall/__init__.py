@@ -3,6 +3,7 @@
 from unwall._version import __version__
 from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
 from unwall.optim.adamw import AdamW
+from unwall.optim.ema import ema
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
 from unwall.runtime.grads import grads
@@ -14,6 +15,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "__version__",
+    "ema",
     "full_params",
     "grads",
     "init",

@@ -1,8 +1,8 @@
 """The public functions."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,19 +82,33 @@ def engine(model: nn.Module) -> Engine:
 
 
 @contextmanager
-def full_params(module: nn.Module, write: bool = False) -> Iterator[None]:
-    """Inside, the module's parameters are whole, in full precision, on every rank.
+def full_params(
+    module: nn.Module | nn.Parameter | Iterable[nn.Parameter],
+    write: bool = False,
+    rank: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Inside, the parameters of a module, or those given, are whole, in full precision, on every rank.
 
-    ``write=True`` scatters what was changed (rank 0's values count). The model cannot run inside. All ranks enter together.
+    That is fp32 where training keeps a master, whatever they were given in; ``dtype`` asks for another one. ``write=True``
+    scatters what was changed (the values of ``rank`` count). The model cannot run inside. All ranks enter together.
     """
-    params = list(dict.fromkeys(module.parameters()))
+    listed = module.parameters() if isinstance(module, nn.Module) else [module] if isinstance(module, nn.Parameter) else module
+    params = list(dict.fromkeys(listed))
     if not params:
         yield
         return
-    owner = engine(module) if engine_of(module) is not None else engine_of(params[0])
-    if owner is None:
-        raise RuntimeError(f"{type(module).__name__} is not sharded: call unwall.shard(model) first")
-    with lend(owner, params, write):
+    owners = list(dict.fromkeys(found for found in map(engine_of, params) if found is not None))
+    if not owners:
+        what = type(module).__name__ if isinstance(module, nn.Module) else "none of these parameters"
+        raise RuntimeError(f"{what} is not sharded: call unwall.shard(model) first")
+    with ExitStack() as stack:
+        for owner in owners:
+            if not 0 <= rank < owner.ranks.size:
+                raise ValueError(
+                    f"rank={rank}: the model is sharded over {owner.ranks.size} ranks, 0 to {owner.ranks.size - 1}"
+                )
+            stack.enter_context(lend(owner, params, write, rank, dtype))
         yield
 
 

@@ -18,7 +18,7 @@ from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
-from unwall.shards.group import Group, Residence
+from unwall.shards.group import Group, Residence, close_all
 from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
 
@@ -229,6 +229,7 @@ class Backward:
         self._reads.pop(task, None)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end()
+            close_all(self._executor.groups)
             self._executor.end_backward(self.sync)
             self._hand_out()
 

@@ -58,6 +58,10 @@ class Engine:
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
         self.version = 0
         """Counts changes of the parameters' values."""
+        self.edges: list[Callable[[], None]] = []
+        """Called before anything looks at the parameters' values or changes them: see ``edge``."""
+        self.outside: object | None = None
+        """Who is asked for parameters that no pass shows (runtime/outside.py). Only kept here."""
         self.lent: set[int] = set()
         """Parameters (by id) that are whole and the user's now, inside ``full_params``."""
         self.loading: set[int] = set()
@@ -124,9 +128,15 @@ class Engine:
 
     def _beginning(self) -> None:
         """A pass begins."""
+        self.edge()
         self.free_discarded()
         if self.lent:
             raise RuntimeError("the model cannot run inside unwall.full_params: leave the context first")
+
+    def edge(self) -> None:
+        """Everything that was written to parameters outside a pass is in the master. For whoever reads or writes masters."""
+        for settle in self.edges:
+            settle()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +147,7 @@ class Engine:
 
     def flush(self) -> None:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
+        self.edge()
         self.forward.forget_interrupted()
         for index, gradient in enumerate(self.gradients):
             if gradient.pending:
@@ -146,6 +157,7 @@ class Engine:
 
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
+        self.edge()
         self.free_discarded()
         self.settle()
         self.groups[0].pending.staging.close()

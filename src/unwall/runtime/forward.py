@@ -16,7 +16,7 @@ from unwall.runtime.saved import SavedTensors
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
-from unwall.shards.group import Group
+from unwall.shards.group import Group, close_all
 
 
 class Forward:
@@ -71,6 +71,7 @@ class Forward:
         if self._frames and not is_running(self._frames[0].caller):
             pair = self._frames[0].saved
             self._frames.clear()
+            close_all(self._executor.groups)
             if pair is not None:
                 self.saved.unwatch(pair)
 
@@ -88,6 +89,7 @@ class Forward:
         for place in places:
             if frame is None:
                 self._backward.reading(place.group)
+                self._executor.groups[place.group].faces.open()
             elif place.group not in frame.groups:
                 self._read(frame, place.group)
         if param.requires_grad and torch.is_grad_enabled():
@@ -108,6 +110,8 @@ class Forward:
                 self._executor.release(index)
             if frame.module is module:
                 break
+        if not self._frames and torch._C._current_graph_task_id() == -1:
+            close_all(self._executor.groups)
         if not self._frames and not torch.is_grad_enabled():
             self._executor.lane.leave()
         if not self._frames and self._ranks.size > 1 and torch._C._current_graph_task_id() == -1:
@@ -121,6 +125,7 @@ class Forward:
 
     def _read(self, frame: Frame, index: int) -> None:
         self._executor.use(index)
+        self._executor.groups[index].faces.open()
         frame.groups.append(index)
 
     def _hand_up(self, frame: Frame, output: Any) -> None:

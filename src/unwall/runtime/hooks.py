@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.runtime.absent import describe_only
 from unwall.runtime.engine import Engine
 from unwall.runtime.outputs import cast_floats
-from unwall.runtime.whole import StateDictHooks, WholeParams
+from unwall.runtime.outside import watch_outside
+from unwall.runtime.pretrained import write_given_dtype
+from unwall.runtime.whole import StateDictHooks, WholeParams, dtypes_of
 
 # Module or parameter -> weak reference to its engine. The hooks on the modules own the engine: it goes with the model.
 _engines = WeakIdKeyDictionary()
@@ -137,6 +140,8 @@ def install(engine: Engine, model: nn.Module) -> None:
     for module in model.modules():
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
     _place_buffers(engine, model)
+    write_given_dtype(engine, model)
+    watch_outside(engine)
 
 
 def _remember(engine: Engine, model: nn.Module) -> None:
@@ -181,6 +186,7 @@ def _save_and_load_whole(engine: Engine, model: nn.Module) -> None:
             module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(hooks.before_load)
             module.register_load_state_dict_post_hook(hooks.after_load)
+            module.__dict__["_save_to_state_dict"] = functools.partial(describe_only, module)
 
 
 def _place_buffers(engine: Engine, model: nn.Module) -> None:
@@ -205,9 +211,7 @@ def _convert(
     for param in module.parameters(recurse=recurse):
         if id(param) not in engine.places:
             continue
-        probe = torch.empty((1, 2, 2, 2), dtype=param.dtype, device=engine.device.device)
-        changed = change(probe)
-        if (changed.dtype, changed.device, changed.stride()) != (probe.dtype, probe.device, probe.stride()):
+        if all(_changes(change, dtype, engine.device.device) for dtype in dtypes_of(engine, param)):
             raise RuntimeError(
                 "a sharded model's parameters cannot be converted or moved: convert the model before unwall.shard, or choose "
                 "Plan(compute_dtype=...)"
@@ -217,6 +221,12 @@ def _convert(
             if buffer is not None:
                 owner._buffers[name] = change(buffer)
     return module
+
+
+def _changes(change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    probe = torch.empty((1, 2, 2, 2), dtype=dtype, device=device)
+    changed = change(probe)
+    return (changed.dtype, changed.device, changed.stride()) != (probe.dtype, probe.device, probe.stride())
 
 
 def _kept_fp32(engine: Engine, param: nn.Parameter) -> bool:

@@ -1,16 +1,27 @@
-"""Whole tensors in and out of a sharded model: ``state_dict``, ``load_state_dict``, ``full_params``."""
+"""Whole tensors in and out of a sharded model: ``state_dict``, ``load_state_dict``, ``full_params``.
 
-from collections.abc import Iterator
+[Note: full precision]
+Whole values are as precise as what training keeps of them: fp32 where there is a master, whatever dtype the parameters were
+given in and compute in. Less is asked for (``full_params(dtype=...)``). Where less comes back, only the elements that were
+changed replace the master's.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from unwall.runtime.absent import become_plain
 from unwall.runtime.engine import Engine
 from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
+from unwall.shards.layout import Segment
+from unwall.shards.local import show
 from unwall.shards.master import read_master, rounded, write_master
+from unwall.shards.states import MASTER, REMAINDER
 
 
 def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: bool = False) -> torch.Tensor | None:
@@ -26,22 +37,53 @@ def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: boo
     return whole.detach().cpu() if engine.ranks.rank == 0 else None
 
 
+def dtypes_of(engine: Engine, param: nn.Parameter) -> tuple[torch.dtype, torch.dtype]:
+    """What a parameter was given in, and what it computes in."""
+    place = engine.places[id(param)][0]
+    group = engine.groups[place.group]
+    return group.dtypes[place.slot], group.layout.dtype
+
+
+def whole_dtype(engine: Engine, param: nn.Parameter) -> torch.dtype:
+    """The dtype of a parameter's whole value. See [Note: full precision]."""
+    group = engine.groups[engine.places[id(param)][0].group]
+    return torch.float32 if group.has_state(MASTER) or group.has_state(REMAINDER) else group.layout.dtype
+
+
 class WholeParams:
     """Gives whole parameters in full precision. Where ranks have to exchange their parts they do so for a group at a time,
-    and the last group is kept for its neighbours."""
+    and the last group is kept for its neighbours. ``given``: in the dtype each was given in."""
 
-    def __init__(self, engine: Engine, everywhere: bool = False) -> None:
+    def __init__(self, engine: Engine, everywhere: bool = False, given: bool = False) -> None:
         self._engine = engine
         self._everywhere = everywhere
+        self._given = given
         self._held: tuple[int, int] | None = None
         self._whole: torch.Tensor | None = None
+        self._last: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
 
     def forget(self) -> None:
         """Lets go of the last group."""
         self._held = self._whole = None
+        self._last.clear()
 
     def get(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The parameter as it was given to ``shard``: same shape and dtype. None on ranks that get nothing."""
+        """The whole value, the same tensor each time for a parameter that two modules share. None on ranks that get nothing."""
+        self._engine.edge()
+        value = self.read(param)  # whatever this rank has already: all ranks take part in the same collectives
+        if value is None:
+            return None
+        version, known = self._last.get(id(param), (-1, None))
+        same = None if known is None or version != self._engine.version else known()
+        if same is not None:
+            return same
+        self._last[id(param)] = self._engine.version, weakref.ref(value)
+        return value
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The whole value, a new tensor. None on ranks that get nothing."""
+        given, _ = dtypes_of(self._engine, param)
+        dtype = given if self._given else whole_dtype(self._engine, param)
         places = self._engine.places[id(param)]
         whole: torch.Tensor | None = None
         for place in places:
@@ -50,10 +92,10 @@ class WholeParams:
             if part is None:
                 continue
             if slot.whole:
-                return part.view(slot.shape).to(part.device, group.dtypes[place.slot], copy=True)
+                return rounded(part, dtype).view(slot.shape).to(part.device, copy=part.dtype is dtype)
             if whole is None:
-                whole = torch.empty(slot.shape, dtype=group.dtypes[place.slot], device=part.device)
-            slot.range_of(whole.view(-1)).copy_(part)
+                whole = torch.empty(slot.shape, dtype=dtype, device=part.device)
+            slot.range_of(whole.view(-1)).copy_(rounded(part, dtype))
         return whole
 
     def _part(self, place: Place) -> torch.Tensor | None:
@@ -76,9 +118,38 @@ class WholeParams:
 
 def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
     """Takes a whole value (the same on every rank) into the shards. What was gathered of its groups is out of date then."""
+    engine.edge()
+    put_changed(engine, param, value, keep=False)
+
+
+def put_changed(engine: Engine, param: nn.Parameter, value: torch.Tensor, keep: bool = True) -> None:
+    """The same for a value that was read and changed. ``keep``: where it is less precise than the master, elements that are
+    still what the master rounds to stay as they are."""
     engine.version += 1
     for place in engine.places[id(param)]:
-        _put_part(engine, place, value)
+        _put_part(engine, place, value, keep)
+
+
+def take_shown(engine: Engine, group: Group, slot: int) -> None:
+    """Takes what a parameter, or the flat buffer, shows in the compute dtype: a pass has written there."""
+    param, target, view = group.params[slot], group.layout.slots[slot], group.view_of(slot)
+    value = param.data.detach()
+    if value.data_ptr() != view.data_ptr():  # .data was set
+        if value.shape != target.shape:
+            raise RuntimeError(
+                f"parameter {target.name} is sharded and keeps its shape {tuple(target.shape)}: a forward has set its .data to "
+                f"a tensor of shape {tuple(value.shape)}"
+            )
+        show(param, view)
+    engine.version += 1
+    group.generation += 1
+    with torch.no_grad():
+        if value.data_ptr() != view.data_ptr() and not group.flat_is_home:
+            view.copy_(rounded(value, group.layout.dtype))
+        whole_flat = group.flat_is_home and group.has_state(REMAINDER)  # the half of the master is overwritten already
+        _write_segments(group, slot, value, keep=not whole_flat)
+        if group.flat_is_home and value.data_ptr() != view.data_ptr():
+            view.copy_(rounded(value, group.layout.dtype))
 
 
 def show_again(engine: Engine, param: nn.Parameter) -> None:
@@ -87,29 +158,52 @@ def show_again(engine: Engine, param: nn.Parameter) -> None:
         engine.groups[place.group].show(place.slot)
 
 
-def _put_part(engine: Engine, place: Place, value: torch.Tensor) -> None:
+def _write_segments(group: Group, slot: int, value: torch.Tensor, keep: bool) -> None:
+    """This rank's part of a whole value goes to the master."""
+    flat = value.reshape(-1)
+    for segment in group.owned_segments():
+        if segment.slot == slot:
+            piece = flat[segment.start : segment.start + segment.numel]
+            write_master(group, segment.shard_start, _merged(group, segment, piece) if keep else piece)
+
+
+def _merged(group: Group, segment: Segment, piece: torch.Tensor) -> torch.Tensor:
+    """Values, and the master where it is more precise and they say the same."""
+    if not (group.has_state(MASTER) or group.has_state(REMAINDER)) or piece.dtype not in (torch.bfloat16, torch.float16):
+        return piece
+    master = read_master(group, piece.device, segment.shard_start, segment.shard_start + segment.numel).to(piece.device)
+    return torch.where(rounded(master, piece.dtype) == piece, master, piece.float())
+
+
+def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> None:
     group, slot = engine.groups[place.group], place.slot
     with torch.no_grad():
+        _write_segments(group, slot, value, keep)
         if group.flat_is_home:
             target = group.layout.slots[slot]
             part = rounded(target.range_of(value.reshape(-1)), group.layout.dtype)
             group.view_of(slot).copy_(part.view(target.view_shape))
-        for segment in group.owned_segments():
-            if segment.slot == slot:
-                piece = value.reshape(-1)[segment.start : segment.start + segment.numel]
-                write_master(group, segment.shard_start, piece)
     group.generation += 1
     if not group.flat_is_home and group.residence is not Residence.ABSENT:
         # Others of the group may be the user's, or torch's loading, right now: they keep what they show.
         kept = [(other, other.data) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
         group.drop()
         for other, data in kept:
-            other.data = data
+            lay_out(other, data)
+
+
+def lay_out(param: nn.Parameter, tensor: torch.Tensor) -> None:
+    """A parameter is plain and shows a tensor that is no part of a flat buffer. ``show_again`` ends that."""
+    become_plain(param)
+    show(param, tensor)
 
 
 @contextmanager
-def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
-    """Inside, the parameters are whole, in the dtype they were given in, on the device."""
+def lend(
+    engine: Engine, params: Sequence[nn.Parameter], write: bool, rank: int = 0, dtype: torch.dtype | None = None
+) -> Iterator[None]:
+    """Inside, the parameters are whole, in full precision or in ``dtype``, on the device. ``rank``: whose writes count."""
+    engine.edge()
     engine.executor.together()
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
@@ -121,12 +215,13 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
             assert value is not None
             engine.lent.add(id(param))
             lent.append(param)
-            param.data = value
+            lay_out(param, value if dtype is None else rounded(value, dtype))
         yield
         if write:
             for param in lent:
-                engine.ranks.broadcast(param.data)
-                put_whole(engine, param, param.data)
+                value = param.data.contiguous()
+                engine.ranks.broadcast(value, rank)
+                put_changed(engine, param, value, keep=dtype is not None)
             engine.groups[0].pending.staging.close()
     finally:
         for param in lent:
@@ -165,10 +260,10 @@ class StateDictHooks:
                 continue
             index, slot = self._engine.places[id(param)][0]
             group = self._engine.groups[index]
-            shape, dtype = group.layout.slots[slot].shape, group.dtypes[slot]
+            shape, dtype = group.layout.slots[slot].shape, whole_dtype(self._engine, param)
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor) and given.shape == shape:  # otherwise torch itself reports what is wrong
-                param.data = torch.empty(shape, dtype=dtype, device=self._engine.device.device)
+                lay_out(param, torch.empty(shape, dtype=dtype, device=self._engine.device.device))
                 self._engine.loading.add(id(param))
 
     def after_load(self, module: nn.Module, _: Any) -> None:

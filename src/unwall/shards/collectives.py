@@ -98,10 +98,10 @@ class Ranks:
         dist.broadcast_object_list(box, group=self.control.group, group_src=0)
         return box[0]
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values on every rank."""
+    def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
+        """One rank's values on every rank."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self._group, group_src=rank)
 
 
 _live: "weakref.WeakSet[Ranks]" = weakref.WeakSet()

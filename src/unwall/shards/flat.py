@@ -26,6 +26,11 @@ _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", Non
 """References to a storage. Without it (it is private to torch) only storages that cannot be resized are noticed."""
 
 
+def storage_uses(tensor: torch.Tensor) -> int | None:
+    """References to the storage of a tensor. None where torch does not say."""
+    return None if _uses is None else _uses(tensor.untyped_storage()._cdata)
+
+
 class SavedViews:
     """How many views of one storage autograd holds through our own hooks."""
 

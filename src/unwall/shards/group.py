@@ -6,12 +6,13 @@ ARRIVING   the flat buffer has memory and is being filled; parameters are still 
 RESIDENT   the flat buffer is filled and every parameter is a view of it.
 
 [Note: placeholders]
-The parameter of an absent group is one NaN expanded to its shape: shape, dtype, device and numel stay true, a read gives NaN
-(loud, never garbage) and a write in place raises. The nn.Parameter object itself is the user's and never changes.
+The parameter of an absent group is one NaN expanded to its shape: shape, device and numel stay true, and what reaches it past
+all that watches reads NaN (loud, never garbage). The nn.Parameter object itself is the user's; only its class changes (see
+[Note: open and closed] in shards/faces.py).
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,9 +21,9 @@ from torch import nn
 from unwall.native.library import DiskError
 from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Collective, Ranks
+from unwall.shards.faces import Faces
 from unwall.shards.flat import FlatBuffer
 from unwall.shards.layout import Layout, Segment
-from unwall.shards.local import show
 from unwall.shards.placement import Home
 from unwall.shards.states import GROUP, StateKey, StateSpec
 from unwall.shards.store import Pending, Staging, Store
@@ -93,6 +94,7 @@ class Group:
             self.param = Store(tiers, self.pending, home.params, held, layout.dtype, label, pinned=True)
         self._gathers = ranks.size > 1 and not (home.tier == "host" and own_all)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
+        self.faces = Faces(self.params, layout)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -179,12 +181,18 @@ class Group:
         for slot in range(len(self.params)):
             self._attach_one(slot)
         self.residence = Residence.RESIDENT
+        self.faces.opened()
+
+    def close(self) -> None:
+        """No pass uses the group any more, or it is about to be dropped."""
+        self.faces.close(self.flat if self.residence is Residence.RESIDENT else None)
 
     def drop(self) -> None:
         """RESIDENT (or ARRIVING) to ABSENT: placeholders; the memory goes where parameters are cut."""
         if self.residence is Residence.ABSENT:
             raise RuntimeError(f"group {self.name} is dropped, but it is absent")
         self._await_arrival()
+        self.close()
         self.detach()
         self.buffer.empty()
 
@@ -226,19 +234,23 @@ class Group:
         for slot in range(len(self.params)):
             self.detach_one(slot)
         self.residence = Residence.ABSENT
+        self.faces.is_open = False
 
     def detach_one(self, slot: int) -> None:
-        show(self.params[slot], self._placeholder.expand(self.layout.slots[slot].shape))
+        self.faces.show(slot, self._placeholder.expand(self.layout.slots[slot].shape))
+        self.faces.hide(slot)
 
     def _attach_one(self, slot: int) -> None:
         """A parameter that lies in several slots is never shown: whoever computes with it takes the views of its parts."""
         if self.layout.slots[slot].whole:
-            show(self.params[slot], self.buffer.views[slot])
+            self.faces.show(slot, self.buffer.views[slot])
 
     def show(self, slot: int) -> None:
         """A parameter that was lent to the user shows again what its group's residence says."""
         if self.residence is Residence.RESIDENT and self.layout.slots[slot].whole:
             self._attach_one(slot)
+            if not self.faces.is_open:
+                self.faces.hide(slot)
         else:
             self.detach_one(slot)
 
@@ -294,6 +306,13 @@ class Group:
     def _expect(self, residence: Residence) -> None:
         if self.residence is not residence:
             raise RuntimeError(f"group {self.name} is {self.residence.value}, expected {residence.value}")
+
+
+def close_all(groups: Iterable[Group]) -> None:
+    """A pass, or a part of one, is over."""
+    for group in groups:
+        if group.faces.is_open:
+            group.close()
 
 
 def _quietly(tensor: torch.Tensor) -> AbstractContextManager[None]:

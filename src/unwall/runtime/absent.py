@@ -1,0 +1,303 @@
+"""What a parameter is while no pass shows it: a class that sees every read and every write.
+
+[Note: absent parameters]
+In a pass a parameter of a resident group is a plain ``nn.Parameter``, a view of the flat buffer in the compute dtype. At all
+other times its class is ``Absent``, whether its group is on the device or not. Torch then hands every function of it to
+``__torch_function__``, and that decides:
+
+- what asks about the object (gradient, hooks, shape, device) is answered by the object;
+- what asks about its values as a description (dtype, strides, ``zeros_like``) is answered by a stand-in without memory;
+- in a pass (``self.parameters()`` in a forward) the group is made resident, and the parameter is plain from then on;
+- everything else gets the whole value instead, in full precision and in the dtype the parameter was given in. What is written
+  there, at once or later through a view, goes to the master (runtime/outside.py).
+
+The object, its id, its autograd node and its hooks stay: only ``__class__`` changes. Nothing of this is in the way of what runs
+in a pass.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = torch.Tensor
+
+
+class Value(Protocol):
+    """A whole value that is lent."""
+
+    tensor: torch.Tensor
+
+    def handed_out(self, result: torch.Tensor, counter: bool = False) -> None:
+        """The user has got a tensor that shares its memory, and has a version counter of its own or not."""
+
+    def keep(self) -> None:
+        """The user has got something else that shares its memory (an address, an array)."""
+
+
+class Keeper(Protocol):
+    """Who knows the values of absent parameters."""
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass runs."""
+
+    def bring(self, param: nn.Parameter) -> None:
+        """In a pass: the parameter is plain from now on."""
+
+    def lend(self, param: nn.Parameter) -> Value:
+        """Outside: its whole value."""
+
+    def put(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Outside: ``param.data = value``."""
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        """What it was given in."""
+
+    def in_compute_dtype(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """The whole value as a pass would show it."""
+
+
+_keepers = WeakIdKeyDictionary()  # parameter -> weak reference to its keeper
+
+
+def keep(param: nn.Parameter, keeper: Keeper) -> None:
+    """From now on ``keeper`` is asked when the parameter is read while it is absent."""
+    _keepers[param] = weakref.ref(keeper)
+
+
+def _keeper_of(param: nn.Parameter) -> Keeper | None:
+    found = _keepers.get(param)
+    keeper: Keeper | None = found() if found is not None else None
+    if keeper is None:  # its model is gone, and its values with it
+        param.__class__ = nn.Parameter
+    return keeper
+
+
+def _named(*names: str) -> set[Any]:
+    """Methods of a tensor, and what gets, sets or deletes its attributes."""
+    found: set[Any] = set()
+    for name in names:
+        what = getattr(T, name, None)
+        if callable(what):
+            found.add(what)
+        elif what is not None:
+            found |= {what.__get__, what.__set__, what.__delete__}
+    return found
+
+
+OBJECT = _named(
+    *("requires_grad", "requires_grad_", "grad", "is_leaf", "grad_fn", "_version", "retains_grad", "retain_grad", "grad_dtype"),
+    *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "name", "names"),
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "__hash__", "device", "is_cuda", "is_cpu"),
+    *("is_meta", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_xpu", "is_mps", "layout", "get_device", "backward"),
+    *("output_nr", "is_inference", "_is_view", "_base", "_is_zerotensor", "is_conj", "is_neg", "is_xla", "is_sparse_csr"),
+) | {torch.autograd.grad, torch.autograd.backward, torch.is_conj, torch.is_neg, torch.is_inference, torch.numel}
+"""Answered by the parameter itself."""
+
+SHAPED = _named("stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order")
+DESCRIBED = _named(
+    *("dtype", "element_size", "itemsize", "nbytes", "is_floating_point", "is_complex", "is_signed"),
+    *("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+) | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like}
+DESCRIBED |= {torch.is_floating_point, torch.is_complex, torch.is_signed, torch.randint_like}
+"""Answered by a stand-in: see ``_described``."""
+
+_GET_DTYPE = T.dtype.__get__  # type: ignore[attr-defined]
+
+LIKE_ANOTHER = _named("type_as", "expand_as", "view_as", "reshape_as", "to")
+"""Of what comes after the first argument only the description counts."""
+
+POINTERS = _named("data_ptr", "numpy", "__array__", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "_cdata")
+"""Their results share memory and are no tensors."""
+
+PRODUCTS = {
+    *_named("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "mv", "baddbmm"),
+    *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.mv, torch.baddbmm, torch.einsum, torch.conv1d, torch.conv2d),
+    *(nn.functional.linear, nn.functional.bilinear, nn.functional.layer_norm, nn.functional.group_norm, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, nn.functional.scaled_dot_product_attention),
+    *(nn.functional.rms_norm, torch.layer_norm, torch.dot, torch.addmv, torch.addbmm, torch.inner, torch.tensordot),
+}
+"""Take operands of one dtype only. What a module returned is in the compute dtype: so is the parameter then."""
+
+IN_PLACE_OPERATORS = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "imod", "iand", "ior")}
+
+
+class Absent(nn.Parameter):
+    """The class of a parameter that no pass shows now. See [Note: absent parameters]."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
+        """Code that builds another parameter of the same type gets a plain one."""
+        return nn.Parameter(*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in OBJECT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _call(func, args, kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        keeper = _keeper_of(self)
+        if keeper is not None and keeper.running:
+            keeper.bring(self)
+        if keeper is None or type(self) is not Absent:
+            return T.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+        value = keeper.lend(self)
+        result = value.tensor.data
+        value.handed_out(result, counter=True)
+        return result
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        keeper = _keeper_of(self)
+        if keeper is not None and keeper.running:
+            keeper.bring(self)
+        if keeper is None or type(self) is not Absent:
+            T.data.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            keeper.put(self, value)
+
+
+_describing = threading.local()
+
+
+def describe_only(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``module._save_to_state_dict``: what it detaches of absent parameters are stand-ins. Whole values take their place."""
+    before = getattr(_describing, "now", False)
+    _describing.now = True
+    try:
+        type(module)._save_to_state_dict(module, *args, **kwargs)
+    finally:
+        _describing.now = before
+
+
+def become_plain(param: nn.Parameter) -> None:
+    """For whoever shows a parameter something."""
+    if isinstance(param, Absent):
+        object.__setattr__(param, "__class__", nn.Parameter)
+
+
+class _Bring(torch.autograd.Function):
+    """The whole value as a function of the parameter: gradients find the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # noqa: ARG004
+        return grad, None
+
+
+def _dtype(param: nn.Parameter) -> torch.dtype:
+    """In a pass what it computes in, otherwise what it was given in."""
+    keeper = _keeper_of(param)
+    if keeper is not None and not keeper.running:
+        return keeper.dtype_of(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.dtype
+
+
+def _described(param: nn.Parameter, shaped: bool) -> torch.Tensor:
+    """A tensor without memory of its own that looks as the parameter does."""
+    dtype = _dtype(param)
+    with torch._C.DisableTorchFunctionSubclass():
+        if shaped:
+            return torch.empty(param.shape, dtype=dtype, device="meta")
+        return torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of absent parameters, among other things."""
+    if func == _GET_DTYPE:
+        return _dtype(args[0])
+    if func in SHAPED or func in DESCRIBED or (func is T.detach and getattr(_describing, "now", False)):
+        shaped = func in SHAPED
+        args, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped), (args, kwargs))
+        return func(*args, **kwargs)
+    if func in LIKE_ANOTHER:
+        rest, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped=False), (args[1:], kwargs))
+        args = (args[0], *rest)
+    found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Absent}
+    lent: dict[int, tuple[nn.Parameter, Value]] = {}
+    used: list[torch.Tensor] = []  # so that one value is not taken back when the next one is lent
+    for param in found.values():
+        keeper = _keeper_of(param)
+        if keeper is not None and keeper.running:
+            keeper.bring(param)
+        elif keeper is not None:
+            lent[id(param)] = param, keeper.lend(param)
+            used.append(lent[id(param)][1].tensor.detach())
+    if not lent:
+        return func(*args, **kwargs)
+    _refuse_leaf_in_place(func, args, lent)
+    return _with_values(func, args, kwargs, lent)
+
+
+def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Parameter, Value]]) -> Any:
+    """Calls with whole values in the place of the parameters, and notes what the result shares with them."""
+    given: dict[int, torch.Tensor] = {}
+    narrow = func in PRODUCTS and _compute_dtypes(args, kwargs)
+    link = torch.is_grad_enabled() and func is not T.detach
+    for key, (param, value) in lent.items():
+        tensor = value.tensor
+        if narrow:
+            keeper = _keeper_of(param)
+            assert keeper is not None
+            tensor = keeper.in_compute_dtype(param, tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            given[key] = _Bring.apply(param, tensor) if link and param.requires_grad else tensor
+    args, kwargs = tree_map_only(Absent, lambda param: given.get(id(param), param), (args, kwargs))
+    result = func(*args, **kwargs)
+    back: dict[int, nn.Parameter] = {id(given[key]): param for key, (param, _) in lent.items()}
+    if func in POINTERS:
+        for _, value in lent.values():
+            value.keep()
+
+    def returned(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in back:
+            return back[id(tensor)]
+        for _, value in lent.values():
+            if shares(tensor, value.tensor):
+                value.handed_out(tensor)
+        return tensor
+
+    return tree_map_only(torch.Tensor, returned, result) if not isinstance(result, (int, float, bool, str)) else result
+
+
+def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in the same storage."""
+    if tensor.layout is not torch.strided or type(tensor) is Absent:
+        return False
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _compute_dtypes(args: Any, kwargs: Any) -> bool:
+    """Whether another operand is in a narrow dtype."""
+    return any(
+        isinstance(leaf, torch.Tensor) and type(leaf) is not Absent and leaf.dtype in (torch.bfloat16, torch.float16)
+        for leaf in tree_leaves((args, kwargs))
+    )
+
+
+def _refuse_leaf_in_place(func: Callable[..., Any], args: Any, lent: dict[int, tuple[nn.Parameter, Value]]) -> None:
+    """What autograd says of leaves. It sees the whole value, which is none."""
+    name = getattr(func, "__name__", "")
+    in_place = name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    module = getattr(func, "__module__", None)
+    if not in_place or module == "torch.nn.init" or not torch.is_grad_enabled() or not args:
+        return
+    targets = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+    for target in targets:
+        if id(target) in lent and lent[id(target)][0].requires_grad:
+            raise RuntimeError(
+                "a leaf Variable that requires grad is being used in an in-place operation. (use torch.no_grad())"
+            )

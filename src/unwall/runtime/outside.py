@@ -1,0 +1,261 @@
+"""Reads and writes of a model's parameters outside every pass: whole values that are lent and taken back.
+
+[Note: lent values]
+A parameter that is read outside a pass is a whole tensor of its own for as long as someone looks at it. Whoever writes to that
+tensor, to a view of it or to its ``.data`` is found out by version counters (what an address or a numpy array was taken of
+is compared by sums), and the value is taken into the master at the next edge: when another parameter is read, or a pass, a
+step, ``state_dict`` or ``full_params`` begins. Then the tensor goes, unless the user still holds a part of it. So a loop over
+all parameters needs memory for one of them (over ranks: for one group), and one that keeps what it reads gets what it asks for.
+
+What is kept until the parameters have changed (a step) has the values of before. That is said once; a write to it cannot be
+taken any more, and raises.
+
+With several ranks the values come by collectives. Who takes part follows from the order of reads alone, never from when some
+rank's garbage goes: all ranks must read the same parameters in the same order, and one that does not is a DivergedError.
+"""
+
+import warnings
+import weakref
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from unwall.runtime.absent import Absent, keep
+from unwall.runtime.engine import Engine
+from unwall.runtime.whole import WholeParams, put_changed, take_shown
+from unwall.shards.flat import storage_uses
+from unwall.shards.group import Group
+from unwall.shards.master import rounded
+
+MOST_TWINS = 64
+"""Counters that are kept of one value's ``.data`` before those that are not needed any more are looked for."""
+
+
+class Lent:
+    """One parameter's whole value, in the user's hands."""
+
+    def __init__(self, param: nn.Parameter, tensor: torch.Tensor, version: int) -> None:
+        self.param = param
+        self.tensor = tensor
+        self.version = version
+        """``Engine.version`` when it was read: the value is the parameter's as long as that stays."""
+        self.warned = False
+        self._kept = self._wrote = False
+        self._seen = tensor._version
+        self._twins: list[tuple[torch.Tensor, int]] = []
+        self._aliases: list[weakref.ref[torch.Tensor]] = []
+        self._own_uses = storage_uses(tensor)
+        self._sums = _sums(tensor) if tensor.device.type == "cpu" else None  # a numpy array may be made without our seeing it
+
+    def handed_out(self, result: torch.Tensor, counter: bool = False) -> None:
+        """The user has got a tensor that shares the memory. ``counter``: it has a version counter of its own."""
+        if result.grad_fn is None:
+            self._aliases = [known for known in self._aliases if known() is not None]
+            self._aliases.append(weakref.ref(result))
+        if counter:
+            if len(self._twins) >= MOST_TWINS and len(self._aliases) == 1 and not self._held_by_more_than(1):
+                self._wrote |= self._counted
+                self._twins.clear()
+            self._twins.append((result.detach(), result._version))  # shares the counter, and outlives what it counts for
+
+    def keep(self) -> None:
+        """The user has got something that shares the memory without being a tensor: taken back at the next edge."""
+        self._kept = True
+        if self._sums is None:
+            self._sums = _sums(self.tensor)
+
+    @property
+    def _counted(self) -> bool:
+        return self.tensor._version != self._seen or any(tensor._version != seen for tensor, seen in self._twins)
+
+    @property
+    def written(self) -> bool:
+        """Whether a version counter says so."""
+        return self._wrote or self._counted
+
+    @property
+    def changed(self) -> bool:
+        """The same where nothing counts what is written: at an address, or in a numpy array."""
+        if self.written or self._sums is None:
+            return self.written
+        uncounted = self._kept or not self.tensor.untyped_storage().resizable()
+        return uncounted and not torch.equal(_sums(self.tensor), self._sums)
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody else has a part of it."""
+        return self._held_by_more_than(0)
+
+    def _held_by_more_than(self, others: int) -> bool:
+        uses = storage_uses(self.tensor)
+        if uses is None or self._own_uses is None:
+            return self.looked_at
+        return uses > self._own_uses + len(self._twins) + others
+
+    @property
+    def looked_at(self) -> bool:
+        """Whether the user still has a tensor of it."""
+        return any(alias() is not None for alias in self._aliases)
+
+    def taken(self) -> None:
+        """What was written has been taken."""
+        self._wrote = False
+        self._sums = None if self._sums is None else _sums(self.tensor)
+        self._seen = self.tensor._version
+        self._twins = [(tensor, tensor._version) for tensor, _ in self._twins]
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Two sums that hardly any change leaves as they are: of the bits, and of the values."""
+    flat = tensor.detach().reshape(-1)
+    bits = flat.view(_BITS[tensor.itemsize])
+    values = flat if tensor.itemsize > 1 else bits
+    return torch.stack((bits.sum(dtype=torch.int64), values.sum(dtype=torch.float64).view(torch.int64)))
+
+
+class Outside:
+    """Who is asked when a parameter is read or written outside every pass. See [Note: lent values]."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._reader = WholeParams(engine, everywhere=True, given=True)
+        self._lent: dict[int, Lent] = {}
+        self._old: list[Lent] = []
+        self._last: int | None = None
+        for group in engine.groups:
+            for param in group.params:
+                keep(param, self)
+            group.faces.written = partial(self._written, group)
+        engine.edges.append(self.settle)
+
+    # -- what absent parameters ask -----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        return self._engine.forward.running
+
+    def bring(self, param: nn.Parameter) -> None:
+        """A pass reads a parameter in a way that no hook has announced."""
+        self._engine.forward.touched(param)
+        for place in self._engine.places[id(param)]:
+            self._engine.groups[place.group].faces.open()
+
+    def lend(self, param: nn.Parameter) -> Lent:
+        """The whole value, now in the user's hands."""
+        self._take(but=id(param))
+        known = self._lent.get(id(param))
+        if known is None or (self._engine.ranks.size > 1 and self._last != id(param)):
+            value = self._reader.read(param)
+            assert value is not None
+            if known is None:
+                known = self._lent[id(param)] = Lent(param, value, self._engine.version)
+        self._last = id(param)
+        return known
+
+    def put(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """``param.data = value``."""
+        shape = self._group(param)[0].layout.slots[self._group(param)[1]].shape
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise RuntimeError(
+                f"{self._name(param)} is sharded and keeps its shape {tuple(shape)}: .data cannot become {got}. Change the "
+                "model before unwall.shard"
+            )
+        lent = self.lend(param)
+        if not (value.dtype == lent.tensor.dtype and value.data_ptr() == lent.tensor.data_ptr() and lent.changed):
+            with torch.no_grad():
+                lent.tensor.copy_(value)
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        group, slot = self._group(param)
+        return group.dtypes[slot]
+
+    def in_compute_dtype(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        return rounded(value, self._group(param)[0].layout.dtype)
+
+    # -- taking back --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """An edge: what was written is taken, what nobody holds goes."""
+        if self._lent or self._old or self._last is not None:
+            self._last = None
+            self._take()
+            self._reader.forget()
+
+    def _take(self, but: int | None = None) -> None:
+        for key, lent in list(self._lent.items()):
+            if lent.version != self._engine.version:
+                self._old.append(self._lent.pop(key))
+        self._look_after_old()
+        for key, lent in list(self._lent.items()):
+            if key != but and lent.changed:
+                self._take_one(lent)
+        for key, lent in list(self._lent.items()):
+            if key != but and not lent.held:
+                del self._lent[key]
+
+    def _look_after_old(self) -> None:
+        """Values of parameters that have changed since."""
+        written = [lent for lent in self._old if lent.written]
+        self._old = [lent for lent in self._old if lent.held or lent.written]
+        for lent in self._old:
+            if lent.written:
+                lent.taken()
+            elif lent.looked_at and not lent.warned:
+                self._warn(lent)
+        if written:
+            raise self._stale(written)
+
+    def _take_one(self, lent: Lent) -> None:
+        """A changed value goes to the master; the others that are lent stay as good as they were."""
+        fresh = [other for other in self._lent.values() if other.version == self._engine.version]
+        lent.taken()
+        put_changed(self._engine, lent.param, lent.tensor)
+        increment_version(lent.param)
+        for other in fresh:
+            other.version = self._engine.version
+
+    def _written(self, group: Group, slots: list[int]) -> None:
+        """A pass has written to parameters that it was shown."""
+        for slot in slots:
+            take_shown(self._engine, group, slot)
+
+    def _warn(self, lent: Lent) -> None:
+        lent.warned = True
+        warnings.warn(
+            f"a tensor that was read from {self._name(lent.param)} is kept by your code and has the values of before the last "
+            "step. Copy what you keep: .detach().clone()",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _stale(self, written: list[Lent]) -> RuntimeError:
+        names = ", ".join(self._name(lent.param) for lent in written[:5])
+        return RuntimeError(
+            f"{names} was written through a tensor that was read from it before its value changed (by a step "
+            "or by loading): the write is lost. Read the parameter again and write to that, or write inside "
+            "unwall.full_params(model, write=True)"
+        )
+
+    def _group(self, param: nn.Parameter) -> tuple[Group, int]:
+        place = self._engine.places[id(param)][0]
+        return self._engine.groups[place.group], place.slot
+
+    def _name(self, param: nn.Parameter) -> str:
+        group, slot = self._group(param)
+        return f"parameter {group.layout.slots[slot].name}"
+
+
+def watch_outside(engine: Engine) -> None:
+    """From now on parameters that no pass shows are absent ones."""
+    engine.outside = Outside(engine)
+    for group in engine.groups:
+        group.faces.away = Absent
+        for slot in range(len(group.params)):
+            group.faces.hide(slot)
+        group.faces.is_open = False
