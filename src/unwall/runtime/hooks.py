@@ -11,7 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unwall.runtime.engine import Engine
 from unwall.runtime.outputs import cast_floats
-from unwall.runtime.whole import StateDictHooks, WholeParams
+from unwall.runtime.state_dicts import StateDictHooks
+from unwall.runtime.whole import WholeParams
 
 # Module or parameter -> weak reference to its engine. The hooks on the modules own the engine: it goes with the model.
 _engines = WeakIdKeyDictionary()
