@@ -20,6 +20,7 @@ from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import Pager, Shelf, whole_value
+from unwall.runtime.newcomers import take_in, watch
 from unwall.runtime.resources import open_tiers, room_on
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
@@ -48,7 +49,10 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     room = smallest(ranks.every(room_on(device.device, plan)))
-    assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    unwritten = {id(param): name for name, param in model.named_parameters() if param.is_meta}
+    made = assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    made.unwritten |= unwritten
+    watch(made)
     _guard_plain_optimizers()
     return model
 
@@ -74,9 +78,14 @@ def init(plan: Plan | None = None) -> Iterator[None]:
 def engine(model: nn.Module) -> Engine:
     """The engine of a sharded model. RuntimeError for a model that is not sharded."""
     found = engine_of(model)
-    if found is None:
+    if found is not None:
+        return found
+    inside = {id(held): held for held in (engine_of(module) for module in model.modules()) if held is not None}
+    if not inside:
         raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")
-    return found
+    if len(inside) > 1:
+        raise RuntimeError(f"{type(model).__name__} holds {len(inside)} sharded models: name one of them")
+    return next(iter(inside.values()))
 
 
 @contextmanager
@@ -89,9 +98,12 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[None]:
     if not params:
         yield
         return
-    owner = engine(module) if engine_of(module) is not None else engine_of(params[0])
+    things: list[nn.Module | nn.Parameter] = [module, *params]
+    owner = next((found for found in (engine_of(thing) for thing in things) if found is not None), None)
     if owner is None:
         raise RuntimeError(f"{type(module).__name__} is not sharded: call unwall.shard(model) first")
+    if owner.changed and not owner.lent:
+        take_in(owner)
     with lend(owner, params, write):
         yield
 

@@ -66,6 +66,12 @@ class Backward:
 
     # -- what forward announces ---------------------------------------------------------------------------------------
 
+    def grown(self) -> None:
+        """Groups were added."""
+        added = len(self._executor.groups) - len(self._awaiting)
+        self._awaiting += [set() for _ in range(added)]
+        self._open_calls += [0] * added
+
     def take_gradients_of(self, param: nn.Parameter) -> None:
         """From now on this parameter's gradient comes here (torch allows the hook on trainable parameters only)."""
         if param.requires_grad and id(param) not in self._hooked:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from torch import nn
+
 from unwall.native.library import DiskError
 from unwall.plans import Plan
 from unwall.runtime.backward import Backward
@@ -41,9 +43,10 @@ class Engine:
         self.gradients = gradients
         self.tiers = tiers
         self.ranks = ranks
+        self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
-        names, device = [group.name for group in groups], tiers.device.device
+        names, device = self._names, tiers.device.device
         self.executor = Executor(
             groups, gradients, tiers.device.ledger, ranks.size, self.lane, lambda acts: Agreement(ranks, names, acts, device)
         )
@@ -66,6 +69,16 @@ class Engine:
         """Told of each gradient that is reduced and on its way to its place, during backward."""
         self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told of each gradient that arrives. They may refuse it."""
+        self.root: weakref.ref[nn.Module] | None = None
+        """The model."""
+        self.changed = False
+        """Modules or parameters were put into the model since it was last looked at."""
+        self.look_again: Callable[[Engine], None] | None = None
+        """Takes in what was put into the model. See runtime/newcomers.py."""
+        self.ignored: dict[int, nn.Parameter] = {}
+        """Parameters (by id) that the plan leaves alone."""
+        self.unwritten: dict[int, str] = {}
+        """Parameters (by id, with their names) from the meta device that nothing was written to yet."""
         self.failures = FailureDomain()
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
@@ -104,6 +117,28 @@ class Engine:
         self.free_discarded()
         if self.lent:
             raise RuntimeError("the model cannot run inside unwall.full_params: leave the context first")
+        if self.changed and self.look_again is not None:
+            self.look_again(self)
+        if self.unwritten:
+            raise RuntimeError(self._never_loaded())
+
+    def _never_loaded(self) -> str:
+        names = list(self.unwritten.values())
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            f"{', '.join(names[:5])}{more} came from the meta device and have no values yet: load them with "
+            "model.load_state_dict(...), or write them inside unwall.full_params(model, write=True), before the model runs"
+        )
+
+    def add(self, groups: list[Group], gradients: list[Gradient]) -> None:
+        """Groups for parameters that came after ``shard``. All ranks do it at the same point."""
+        self.groups += groups
+        self.gradients += gradients
+        self._names += [group.name for group in groups]
+        self.places.update(find_places(groups))
+        self.executor.grown()
+        self.backward.grown()
+        self.forward.saved.follow(groups)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

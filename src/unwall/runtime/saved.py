@@ -76,6 +76,11 @@ class SavedTensors:
         self._groups = groups
         self._flats: dict[int, int] = {}
         """From storages that come and go to groups."""
+        self._streams = False
+        self.follow(groups)
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """What is saved of these groups goes through here."""
         for group in groups:
             if group.evictable:
                 group.buffer.make_known(self._flats, group.index)

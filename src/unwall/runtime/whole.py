@@ -76,6 +76,7 @@ class WholeParams:
 def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
     """Takes a whole value (the same on every rank) into the shards. What was gathered of its groups is out of date then."""
     engine.version += 1
+    engine.unwritten.pop(id(param), None)
     for place in engine.places[id(param)]:
         _put_part(engine, place, value)
 

@@ -81,6 +81,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._pins = [0] * len(self.groups)
         self._current = None
 
+    def grown(self) -> None:
+        """Groups were added."""
+        self._pins += [0] * (len(self.groups) - len(self._pins))
+
     def is_pinned(self, index: int) -> bool:
         return self._pins[index] > 0
 
