@@ -58,7 +58,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         listed = param_group["params"]
         for param in [listed] if isinstance(listed, torch.Tensor) else listed:
             tensor: Any = param[1] if isinstance(param, tuple) else param
-            if engine_of(tensor) is None:
+            engine = engine_of(tensor)
+            if engine is None or engine.changed:
                 take_in_everywhere()  # it may have come after shard
             if engine_of(tensor) is None:
                 raise ValueError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from unwall.native.library import DiskError
@@ -129,6 +130,20 @@ class Engine:
             f"{', '.join(names[:5])}{more} came from the meta device and have no values yet: load them with "
             "model.load_state_dict(...), or write them inside unwall.full_params(model, write=True), before the model runs"
         )
+
+    def is_reshaped(self, param: nn.Parameter) -> bool:
+        """Whether a parameter was given data of another shape than it has in its group."""
+        place = self.places[id(param)][0]
+        return param.shape != self.groups[place.group].layout.slots[place.slot].shape
+
+    def set_aside(self, param: nn.Parameter) -> None:
+        """A parameter of another shape leaves its group, where something nobody uses takes its place. The next look at the
+        model takes it in anew, with the values it has now."""
+        for place in self.places.pop(id(param)):
+            group = self.groups[place.group]
+            group.params[place.slot] = nn.Parameter(torch.empty(0, dtype=group.layout.dtype), param.requires_grad)
+            group.show(place.slot)
+        self.changed = True
 
     def add(self, groups: list[Group], gradients: list[Gradient]) -> None:
         """Groups for parameters that came after ``shard``. All ranks do it at the same point."""

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unwall.runtime.casts import Casts, casts_of
 from unwall.runtime.engine import Engine
+from unwall.runtime.refusals import refuse_upon
 from unwall.runtime.state_dicts import StateDictHooks
 from unwall.shards.build import ignored
 from unwall.shards.local import is_distributed
@@ -143,6 +144,7 @@ def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
     for module in new:
         _save_and_load_whole(module, state_dicts)
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
+        refuse_upon(module)
     _place_buffers(engine, new)
     _place_ignored(engine, model)
 

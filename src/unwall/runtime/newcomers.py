@@ -19,11 +19,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, follow_wrapper, load_through, state_dicts_of, tie
 from unwall.runtime.init import whole_value
+from unwall.runtime.refusals import refuse_around
 from unwall.shards.build import ignored, make_groups, plan_groups, sizes_of
 from unwall.shards.local import is_distributed
 from unwall.shards.placement import DEVICE, Home, Sizes
 
-_REFUSED = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _wrappers = WeakIdKeyDictionary()  # module that holds a sharded model -> weak reference to the engine
 _watching = False
@@ -51,12 +51,7 @@ def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None
         return
     inside = engine_of(submodule)
     if inside is not None:
-        refused = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _REFUSED), None)
-        if refused is not None:
-            raise RuntimeError(
-                f"{refused} around a sharded model: unwall.shard partitions the model over the ranks and averages its "
-                f"gradients already, so use the model without {refused}"
-            )
+        refuse_around(module)
     engine = engine_of(module)
     if engine is not None:
         engine.changed = engine.changed or inside is not engine
@@ -101,7 +96,7 @@ def take_in(engine: Engine) -> None:
     _agree(engine, new)
     chosen = {name: param for name, param in new.items() if not ignored(engine.plan, name, param)}
     for name, param in chosen.items():
-        _check(name, param)
+        _check(engine, name, param)
     if chosen:
         _make_groups(engine, model, chosen)
     tie(engine, model, state_dicts_of(model))
@@ -123,9 +118,9 @@ def _agree(engine: Engine, new: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _check(name: str, param: nn.Parameter) -> None:
+def _check(engine: Engine, name: str, param: nn.Parameter) -> None:
     what = f"parameter {name} came into the model after unwall.shard and "
-    if engine_of(param) is not None:
+    if engine_of(param) not in (None, engine):
         raise RuntimeError(what + "belongs to another sharded model: put a copy into this one")
     if is_distributed(param):
         raise RuntimeError(what + "is a DTensor: fully_shard and tensor parallelism cannot be used on top of unwall.shard")

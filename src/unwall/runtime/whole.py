@@ -125,10 +125,15 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
         yield
         if write:
             for param in lent:
+                if engine.is_reshaped(param):
+                    continue
                 engine.ranks.broadcast(param.data)
                 put_whole(engine, param, param.data)
             engine.groups[0].pending.staging.close()
     finally:
         for param in lent:
             engine.lent.discard(id(param))
-            show_again(engine, param)
+            if engine.is_reshaped(param):  # as transformers does it when it resizes embeddings
+                engine.set_aside(param)
+            else:
+                show_again(engine, param)
