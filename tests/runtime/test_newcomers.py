@@ -259,14 +259,16 @@ def test_a_second_adapter_and_plain_pytorch():
 def refused_wrappers():
     model = seeded(Chain)
     unwall.shard(model, Plan(compute_dtype=torch.float32))
-    for wrapper in (DistributedDataParallel, FullyShardedDataParallel, DataParallel):
+    for wrapper in (DistributedDataParallel, DataParallel):
         with pytest.raises(RuntimeError, match=f"{wrapper.__name__} around a sharded model"):
-            wrapper(model, **({"device_id": torch.device("cpu")} if wrapper is FullyShardedDataParallel else {}))
-    with pytest.raises(RuntimeError, match="fully_shard"):
-        fully_shard(model)
-    with pytest.raises(RuntimeError, match="fully_shard"):
-        fully_shard(model.layers[0])
-    return float(model(batch_of(0, 0)).sum())
+            wrapper(model)
+    for part in (model, model.layers[0]):
+        with pytest.raises(RuntimeError, match="fully_shard on a sharded model"):
+            fully_shard(part)
+    result = float(model(batch_of(0, 0)).sum())  # and everything is resident
+    with pytest.raises(RuntimeError, match="FullyShardedDataParallel around a sharded model"):
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    return result
 
 
 def test_ddp_and_fsdp_around_a_sharded_model_are_refused_by_name(ranks):

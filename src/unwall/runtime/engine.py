@@ -78,8 +78,9 @@ class Engine:
         """Takes in what was put into the model. See runtime/newcomers.py."""
         self.ignored: dict[int, nn.Parameter] = {}
         """Parameters (by id) that the plan leaves alone."""
-        self.unwritten: dict[int, str] = {}
-        """Parameters (by id, with their names) from the meta device that nothing was written to yet."""
+        self.unwritten: dict[object, str] = {}
+        """The names of parameters (by id) and buffers (by the id of their module and their name in it) that came from the meta
+        device, and that nothing was written to yet."""
         self.failures = FailureDomain()
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""

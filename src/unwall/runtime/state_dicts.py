@@ -70,6 +70,9 @@ class StateDictHooks:
             self._end()
             self._begin(module, state_dict, prefix)
         self._take_from_rank_0(module, state_dict, prefix)
+        for name in module._buffers if self._engine.unwritten else ():
+            if prefix + name in state_dict:
+                self._engine.unwritten.pop((id(module), name), None)
         for name, param in module._parameters.items():
             if param is None or id(param) not in self._engine.places:
                 continue
