@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from unwall.runtime import transforms
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
@@ -133,7 +134,8 @@ class Backward:
         if index in self._pins:
             self._executor.trace.record(index)
             return
-        self._executor.use(index)
+        with transforms.outside():
+            self._executor.use(index)
         self._pins.add(index)
 
     def _unpin_if_done(self, index: int) -> None:

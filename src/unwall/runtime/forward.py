@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame, is_running
@@ -121,7 +122,8 @@ class Forward:
         self._executor.trace.begin(torch.is_grad_enabled())
 
     def _read(self, frame: Frame, index: int) -> None:
-        self._executor.use(index)
+        with transforms.outside():
+            self._executor.use(index)
         frame.groups.append(index)
 
     def _hand_up(self, frame: Frame, output: Any) -> None:

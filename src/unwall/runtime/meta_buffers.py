@@ -17,28 +17,35 @@ def fill_meta_buffers(model: nn.Module) -> dict[object, str]:
 
     Returns the names of those that a state dict has to give values, by module (its id) and name in it."""
     empty: list[str] = []
-    waiting: dict[object, str] = {}
     for name, module, fill in _modules(model):
-        lost = [own for own, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if not lost:
-            continue
+        lost = [own for own in _on_meta(module) if own in module._non_persistent_buffers_set]
         for own in lost:
-            buffer = module._buffers[own]
-            assert buffer is not None
-            module._buffers[own] = torch.zeros_like(buffer, device="cpu")
-            if own not in module._non_persistent_buffers_set:
-                waiting[id(module), own] = f"{name}.{own}" if name else own
-        never_saved = [own for own in lost if own in module._non_persistent_buffers_set]
-        if never_saved and (fill is None or not _filled(module, never_saved, fill)):
-            empty += [f"{name}.{own}" if name else own for own in never_saved]
-            for own in never_saved:  # as it was, for another try
-                module._buffers[own] = module._buffers[own].to("meta")  # type: ignore[union-attr]
+            module._buffers[own] = _real(module, own)
+        if lost and (fill is None or not _filled(module, lost, fill)):
+            empty += [f"{name}.{own}" if name else own for own in lost]
+            for own in lost:  # as it was, for another try
+                module._buffers[own] = _real(module, own).to("meta")
     if empty:
         raise ValueError(
             f"{', '.join(empty)} are buffers on the meta device that no state dict holds, so they would never get values: "
             "build the model inside unwall.init() instead, or set them to tensors on the CPU before unwall.shard"
         )
+    waiting: dict[object, str] = {}
+    for name, module in model.named_modules():
+        for own in _on_meta(module):
+            module._buffers[own] = _real(module, own)
+            waiting[id(module), own] = f"{name}.{own}" if name else own
     return waiting
+
+
+def _on_meta(module: nn.Module) -> list[str]:
+    return [own for own, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+
+
+def _real(module: nn.Module, own: str) -> torch.Tensor:
+    buffer = module._buffers[own]
+    assert buffer is not None
+    return torch.zeros_like(buffer, device="cpu")
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], Any] | None]]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from unwall.runtime import transforms
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
@@ -93,13 +94,13 @@ class SavedTensors:
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """The group that comes and goes of which this is a view."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
             return None  # sparse tensors and their like have no storage of their own
         return self._flats.get(tensor.untyped_storage()._cdata)
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
-        if not self._streams and not self.layers:
+        if (not self._streams and not self.layers) or transforms.inside():  # torch.func allows no hooks on saved tensors
             return None
         top = default_hooks.top()
         owner = _owner(top)
