@@ -97,6 +97,10 @@ def load_by_rank(how, tier, folder, dtype):
     else:
         model.load_state_dict(state)
     buffers = {name: value.clone() for name, value in model.named_buffers()}
+    for _, buffer in model.named_buffers():  # as running statistics do, they differ by rank
+        buffer.add_(rank)
+    model.load_state_dict(model.state_dict())
+    assert rank == 0 or not any(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
     return whole_state(model), buffers
 
 

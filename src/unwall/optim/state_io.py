@@ -103,7 +103,8 @@ def check_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]],
                 if state not in entry:
                     if strict or state == "step":
                         raise ValueError(
-                            f"the optimizer state of parameter {number} ({name}) has no {state!r}: it comes from another optimizer"
+                            f"the optimizer state of parameter {number} ({name}) has no {state!r}: it comes from another "
+                            "optimizer"
                         )
                 elif state != "step" and (not isinstance(entry[state], torch.Tensor) or entry[state].shape != shape):
                     got = tuple(entry[state].shape) if isinstance(entry[state], torch.Tensor) else entry[state]

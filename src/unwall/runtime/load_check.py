@@ -1,6 +1,6 @@
 """What ``load_state_dict`` is given, against what the modules want, before anything is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ class Wanted:
     """Keys of extra state."""
     optional: set[str] = field(default_factory=set)
     """Keys that may be missing."""
+    own: set[str] = field(default_factory=set)
+    """Keys of what each rank has for itself: buffers, and parameters that are not sharded. Their values may differ."""
     free: list[str] = field(default_factory=list)
     """Prefixes below which modules read in ways of their own: nobody can tell which keys they want."""
 
@@ -43,8 +45,8 @@ class Outline(NamedTuple):
     """Keys of what is no tensor."""
 
 
-def wanted_by(module: nn.Module, prefix: str) -> Wanted:
-    """What a module and those below it take from a state dict, as torch does it."""
+def wanted_by(module: nn.Module, prefix: str, sharded: Container[int]) -> Wanted:
+    """What a module and those below it take from a state dict, as torch does it. ``sharded``: the ids of parameters."""
     found = Wanted()
     for name, owner in module.named_modules(remove_duplicate=False):
         path = f"{prefix}{name}." if name else prefix
@@ -53,9 +55,12 @@ def wanted_by(module: nn.Module, prefix: str) -> Wanted:
         for own, param in owner._parameters.items():
             if param is not None:
                 found.shapes[path + own] = tuple(param.shape)
+                if id(param) not in sharded:
+                    found.own.add(path + own)
         for own, buffer in owner._buffers.items():
             if buffer is not None and own not in owner._non_persistent_buffers_set:
                 found.shapes[path + own] = tuple(buffer.shape)
+                found.own.add(path + own)
         if isinstance(owner, nn.modules.batchnorm._NormBase):
             found.optional.add(path + "num_batches_tracked")  # old files have none, and torch does not mind
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
@@ -79,7 +84,8 @@ def outline_of(state_dict: Mapping[str, Any], prefix: str, wanted: Wanted, diges
         if not key.startswith(prefix):
             continue
         if isinstance(value, torch.Tensor) and key not in wanted.others:
-            tensors[key] = Given(tuple(value.shape), value.dtype, digest_of(value) if digests else 0)
+            compared = digests and key not in wanted.own
+            tensors[key] = Given(tuple(value.shape), value.dtype, digest_of(value) if compared else 0)
         else:
             rest.append(key)
     return Outline(tensors, tuple(rest))

@@ -96,7 +96,7 @@ class StateDictHooks:
     def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """See [Note: loading]."""
         self._engine.executor.together()
-        wanted = wanted_by(module, prefix)
+        wanted = wanted_by(module, prefix, self._engine.places)
         every = self._engine.ranks.every(outline_of(state_dict, prefix, wanted, digests=self._engine.ranks.size > 1))
         problems = compare(every, wanted, self._strict)
         if problems:
