@@ -273,3 +273,16 @@ def refused_wrappers():
 
 def test_ddp_and_fsdp_around_a_sharded_model_are_refused_by_name(ranks):
     assert ranks(2).run(refused_wrappers)[0] == pytest.approx(float(seeded(Chain)(batch_of(0, 0)).sum()))
+
+
+def test_zero_grad_of_a_module_around_the_model():
+    model = seeded(Chain)
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    outer = nn.Sequential(model, nn.Linear(16, 16))
+    optimizer = unwall.AdamW(model.parameters(), lr=LR)
+    outer(batch_of(0, 0)).sum().backward()
+    outer.zero_grad()
+    optimizer.step()
+    assert outer[1].weight.grad is None
+    assert_equal(seeded(Chain).state_dict(), model.state_dict())
+    assert unwall.stats(outer).tiers["device"].live_bytes > 0

@@ -165,6 +165,12 @@ def follow_wrapper(engine: Engine, module: nn.Module) -> None:
     if not any(isinstance(hook, Enter) and hook.engine is engine for hook in module._forward_pre_hooks.values()):
         module.register_forward_pre_hook(Enter(engine, (), (), None), prepend=True, with_kwargs=True)
         module.register_forward_hook(Leave(engine, None), with_kwargs=True, always_call=True)
+        module.__dict__["zero_grad"] = functools.partial(_zero_all, engine, module.zero_grad)
+
+
+def _zero_all(engine: Engine, others: Callable[[bool], None], set_to_none: bool = True) -> None:
+    engine.zero_grad(set_to_none)
+    others(set_to_none)
 
 
 def _remember(engine: Engine, model: nn.Module) -> None:

@@ -24,6 +24,8 @@ from unwall.shards.build import ignored, make_groups, plan_groups, sizes_of
 from unwall.shards.local import is_distributed
 from unwall.shards.placement import DEVICE, Home, Sizes
 
+_COMPILED = "OptimizedModule"
+"""What torch.compile puts around a model: it calls the model as it is."""
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _wrappers = WeakIdKeyDictionary()  # module that holds a sharded model -> weak reference to the engine
 _watching = False
@@ -57,7 +59,7 @@ def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None
         engine.changed = engine.changed or inside is not engine
         return
     held = _held_whole(submodule)
-    if held is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+    if held is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).__name__ != _COMPILED:
         _wrappers[module] = weakref.ref(held)
         follow_wrapper(held, module)
         load_through(module, state_dicts_of(_root(held)))
