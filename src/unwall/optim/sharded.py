@@ -17,7 +17,7 @@ from unwall.optim.scaler import LossScaler
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
-from unwall.runtime.newcomers import take_in_everywhere
+from unwall.runtime.newcomers import take_in_with
 from unwall.shards.group import Group
 from unwall.shards.squares import counted_part
 
@@ -60,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             tensor: Any = param[1] if isinstance(param, tuple) else param
             engine = engine_of(tensor)
             if engine is None or engine.changed:
-                take_in_everywhere()  # it may have come after shard
+                take_in_with(tensor)  # it may have come after shard
             if engine_of(tensor) is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(tensor.shape)} does not belong to a sharded model: call unwall.shard(model) "

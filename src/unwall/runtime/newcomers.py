@@ -80,11 +80,13 @@ def _root(engine: Engine) -> nn.Module:
     return model
 
 
-def take_in_everywhere() -> None:
-    """Someone has a parameter that nobody knows: it may have come into any of the models."""
+def take_in_with(param: nn.Parameter) -> None:
+    """Someone has a parameter that may be new: the model that holds it, if there is one, takes in what is new."""
     for engine in list(_engines):
-        if engine.changed:
+        model = engine.root() if engine.changed and engine.root is not None else None
+        if model is not None and any(own is param for own in model.parameters()):
             take_in(engine)
+            return
 
 
 def take_in(engine: Engine) -> None:
