@@ -20,7 +20,9 @@ from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
-from unwall.runtime.init import Pager, Shelf, whole_value
+from unwall.runtime.init import Pager, Shelf, building, whole_value
+from unwall.runtime.meta_buffers import fill_meta_buffers
+from unwall.runtime.newcomers import take_in, watch
 from unwall.runtime.resources import open_tiers, room_on
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from unwall.planner.choose import ChosenPlan
     from unwall.planner.hardware import Hardware
 
+_REPLICAS = ("replicate", "ddp")
 _DATA_PARALLEL = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
 
 
@@ -45,12 +48,18 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     """
     plan = Plan() if plan is None else plan
     _check_plan(plan)
+    if building():
+        raise RuntimeError("unwall.shard inside unwall.init: leave the init context first, the model's values are still paged")
     _check_model(model)
+    unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
+    unwritten |= fill_meta_buffers(model)
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     room = smallest(ranks.every(room_on(device.device, plan)))
-    found = assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
-    arrange_activations(found, model)
+    made = assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    made.unwritten |= unwritten
+    arrange_activations(made, model)
+    watch(made)
     _guard_plain_optimizers()
     return model
 
@@ -61,10 +70,13 @@ def init(plan: Plan | None = None) -> Iterator[None]:
 
     Initialisation runs as it is, so the values are those of a plain build with the same seed. Follow with ``unwall.shard``.
     With several ranks all of them build the same model, after ``torch.distributed`` was initialised. With a plan that has a
-    ``disk``, what exceeds half of the host's budget waits there.
+    ``disk``, what exceeds half of the host's budget waits there. Inside another ``init`` it changes nothing: that one goes on.
     """
     plan = Plan() if plan is None else plan
     _check_plan(plan)
+    if building():
+        yield
+        return
     ranks = Ranks(_process_group(None))
     host_bytes = plan.budget_host_bytes
     if host_bytes is None:
@@ -76,9 +88,14 @@ def init(plan: Plan | None = None) -> Iterator[None]:
 def engine(model: nn.Module) -> Engine:
     """The engine of a sharded model. RuntimeError for a model that is not sharded."""
     found = engine_of(model)
-    if found is None:
+    if found is not None:
+        return found
+    inside = {id(held): held for held in (engine_of(module) for module in model.modules()) if held is not None}
+    if not inside:
         raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")
-    return found
+    if len(inside) > 1:
+        raise RuntimeError(f"{type(model).__name__} holds {len(inside)} sharded models: name one of them")
+    return next(iter(inside.values()))
 
 
 @contextmanager
@@ -98,7 +115,8 @@ def full_params(
     if not params:
         yield
         return
-    owners = list(dict.fromkeys(found for found in map(engine_of, params) if found is not None))
+    things: list[nn.Module | nn.Parameter] = [module, *params] if isinstance(module, nn.Module) else [*params]
+    owners = list(dict.fromkeys(found for found in map(engine_of, things) if found is not None))
     if not owners:
         what = type(module).__name__ if isinstance(module, nn.Module) else "none of these parameters"
         raise RuntimeError(f"{what} is not sharded: call unwall.shard(model) first")
@@ -108,6 +126,8 @@ def full_params(
                 raise ValueError(
                     f"rank={rank}: the model is sharded over {owner.ranks.size} ranks, 0 to {owner.ranks.size - 1}"
                 )
+            if owner.changed and not owner.lent:
+                take_in(owner)
             stack.enter_context(lend(owner, params, write, rank, dtype))
         yield
 
@@ -214,7 +234,7 @@ def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if _world_size() > 1:
             raise RuntimeError(
                 f"this is one of {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), but torch.distributed is not initialised: call "
                 "torch.distributed.init_process_group() first, or every rank would train a model of its own"
@@ -223,12 +243,29 @@ def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     if mesh.ndim == 1:
         return mesh.get_group()
     names = mesh.mesh_dim_names or ()
+    for name, size in zip(names, mesh.shape, strict=False):
+        if size > 1 and any(word in name for word in _REPLICAS):
+            raise ValueError(
+                f"the mesh has a dimension {name!r} of {size} replicas: gradients are averaged over one data-parallel "
+                "dimension only, so replicas would drift apart. Flatten both into one (mesh[...]._flatten()), or leave mesh out"
+            )
     for name in _DATA_PARALLEL:
         if name in names:
             return mesh.get_group(name)
     raise ValueError(
         f"a mesh of several dimensions ({', '.join(names) or 'unnamed'}): call the data-parallel one 'dp' or pass mesh['it']"
     )
+
+
+def _world_size() -> int:
+    """How many ranks the launcher has started."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    try:
+        return int(said)
+    except ValueError:
+        raise RuntimeError(
+            f"WORLD_SIZE is {said!r} in the environment, expected a whole number: torchrun sets it; unset it for one process"
+        ) from None
 
 
 _guarded = False

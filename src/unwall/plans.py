@@ -59,6 +59,13 @@ class Plan:
     keep_fp32: Callable[[str, nn.Parameter], bool] | None = None
     """Given a parameter's name and the parameter: True to compute with it in fp32 (norms, routers)."""
 
+    ignore: Callable[[str, nn.Parameter], bool] | None = None
+    """Given a parameter's name and the parameter: True to leave it alone. It stays whole on every rank, its gradient stays in
+    ``.grad`` and is not averaged, and an optimizer of your own updates it."""
+    output_dtype: torch.dtype | Callable[[str, nn.Module], torch.dtype | None] | None = None
+    """What the floating-point outputs of the model are cast to. Or a function of a module's name and the module ("" is the
+    model itself), for the outputs of any module; None leaves them as they are."""
+
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise PlanError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
@@ -85,6 +92,10 @@ class Plan:
             raise PlanError(f"reduce_op is 'mean' or 'sum', got {self.reduce_op!r}")
         if self.keep_fp32 is not None and not callable(self.keep_fp32):
             raise PlanError(f"keep_fp32 is a function of a parameter's name and the parameter, got {self.keep_fp32!r}")
+        if self.ignore is not None and not callable(self.ignore):
+            raise PlanError(f"ignore is a function of a parameter's name and the parameter, got {self.ignore!r}")
+        if not (self.output_dtype is None or isinstance(self.output_dtype, torch.dtype) or callable(self.output_dtype)):
+            raise PlanError(f"output_dtype is a dtype, a function of a name and a module, or None, got {self.output_dtype!r}")
         for folder in self.disk if isinstance(self.disk, tuple | list) else (self.disk,) * (self.disk is not None):
             if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
                 raise PlanError(

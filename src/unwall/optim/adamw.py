@@ -13,7 +13,7 @@ from unwall.optim.group_update import host_work, settle, stores_of
 from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.optim.state_io import from_rank_0, load_whole_states, whole_states
+from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, whole_states
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.runtime.leftovers import Leftovers
@@ -194,5 +194,6 @@ class AdamW(ShardedOptimizer):
         for engine in self.engines():
             engine.finish()
         states = from_rank_0(self, state_dict["state"])
+        check_states(self, states)
         self._load_options(state_dict)
         load_whole_states(self, states)

@@ -21,6 +21,7 @@ from unwall.optim.scaler import LossScaler
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
+from unwall.runtime.newcomers import take_in_with
 from unwall.shards.group import Group
 
 Found = tuple[Engine, Group, int]
@@ -67,10 +68,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         listed = param_group["params"]
         for param in [listed] if isinstance(listed, torch.Tensor) else listed:
             tensor: Any = param[1] if isinstance(param, tuple) else param
+            engine = engine_of(tensor)
+            if engine is None or engine.changed:
+                take_in_with(tensor)  # it may have come after shard
             if engine_of(tensor) is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(tensor.shape)} does not belong to a sharded model: call unwall.shard(model) "
-                    "first, then build the optimizer from model.parameters()"
+                    "first, then build the optimizer from model.parameters(). What Plan(ignore=...) leaves alone needs an "
+                    "optimizer of its own"
                 )
         super().add_param_group(param_group)
         for engine in self.engines():

@@ -85,10 +85,39 @@ def _is_large(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]], strict: bool = True) -> None:
+def check_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]], strict: bool = True) -> None:
+    """ValueError, before anything is changed, where states are missing, of another shape, or of parameters there are none of.
+
+    ``strict``: a state of the rule that is missing is an error."""
+    params = list(optimizer._params())
+    unknown = sorted(number for number in states if number not in range(len(params)))
+    if unknown:
+        raise ValueError(f"the optimizer state has parameter {unknown[0]}, but this optimizer has only {len(params)}")
+    for _, group, members in _by_group(optimizer):
+        for number, _, slot in members:
+            entry, shape = states.get(number), group.layout.slots[slot].shape
+            if entry is None:
+                continue
+            name = group.layout.slots[slot].name
+            for state in ("step", *(spec.name for spec in optimizer.rule.specs(group))):
+                if state not in entry:
+                    if strict or state == "step":
+                        raise ValueError(
+                            f"the optimizer state of parameter {number} ({name}) has no {state!r}: it comes from another "
+                            "optimizer"
+                        )
+                elif state != "step" and (not isinstance(entry[state], torch.Tensor) or entry[state].shape != shape):
+                    got = tuple(entry[state].shape) if isinstance(entry[state], torch.Tensor) else entry[state]
+                    raise ValueError(
+                        f"the optimizer state {state!r} of parameter {number} ({name}) has shape {got}, expected "
+                        f"{tuple(shape)}: it comes from another model, or the parameters are in another order"
+                    )
+
+
+def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> None:
     """The inverse of ``whole_states``: every rank has the whole tensors (``from_rank_0``) and keeps its part.
 
-    ``strict``: a state of the rule that is missing is an error. Otherwise it begins anew, as for parameters that are not there.
+    A state that is missing begins anew, as for parameters that are not there; ``check_states`` comes first.
     """
     left: list[_Member] = []
     for _, group, members in _by_group(optimizer):
@@ -96,12 +125,6 @@ def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, A
         if not touched:
             continue  # they never had any
         specs = optimizer.rule.specs(group)
-        for number, _, _ in touched:
-            missing = [spec.name for spec in specs if number in states and spec.name not in states[number]]
-            if strict and missing:
-                raise ValueError(
-                    f"the optimizer state of parameter {number} has no {missing[0]!r}: it comes from another optimizer"
-                )
         group.generation += 1
         for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
             target = store.tensor()

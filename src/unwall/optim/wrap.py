@@ -12,7 +12,7 @@ from unwall.optim.fit import make_room
 from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.optim.state_io import from_rank_0, load_whole_states, put_whole_state, whole_states
+from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, put_whole_state, whole_states
 from unwall.optim.torch_rule import NO_PAST, InnerStep, Past, TorchRule, bare, past_of, probe, take_step
 from unwall.shards.states import StateSpec, moment_dtype
 
@@ -176,8 +176,9 @@ class Wrapped(ShardedOptimizer):
                 names = {name for name in states[number] if name not in ("step", "inner")}
                 self._expect(number, param, states[number])
                 loaded[param] = _shared(pasts, states[number].get("inner", {}), names)
+        check_states(self, states, strict=False)
         self._load_options(state_dict)
-        load_whole_states(self, states, strict=False)
+        load_whole_states(self, states)
         self._past = loaded
 
     def _expect(self, number: int, param: nn.Parameter, entry: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from unwall.runtime import transforms
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
@@ -71,6 +72,12 @@ class Backward:
         self._on_gradient = Arrived(self)
 
     # -- what forward announces ---------------------------------------------------------------------------------------
+
+    def grown(self) -> None:
+        """Groups were added."""
+        added = len(self._executor.groups) - len(self._awaiting)
+        self._awaiting += [set() for _ in range(added)]
+        self._open_calls += [0] * added
 
     def take_gradients_of(self, param: nn.Parameter) -> None:
         """From now on this parameter's gradient comes here (torch allows the hook on trainable parameters only)."""
@@ -141,7 +148,8 @@ class Backward:
 
     def pin(self, index: int) -> None:
         """A group stays resident until its gradients are in, or to the end of the pass, for as long as there is room."""
-        self._executor.pin(index)
+        with transforms.outside():
+            self._executor.pin(index)
 
     def _being_read(self) -> set[int]:
         """Groups that a node at work was given tensors of: the one that runs now, and those around a backward in a backward."""

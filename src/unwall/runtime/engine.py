@@ -5,6 +5,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
 
 from unwall.native.library import DiskError
 from unwall.plans import Plan
@@ -42,9 +46,10 @@ class Engine:
         self.gradients = gradients
         self.tiers = tiers
         self.ranks = ranks
+        self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
-        names, device = [group.name for group in groups], tiers.device.device
+        names, device = self._names, tiers.device.device
         self.executor = Executor(
             groups, gradients, tiers.device.ledger, ranks.size, self.lane, lambda acts: Agreement(ranks, names, acts, device)
         )
@@ -60,7 +65,7 @@ class Engine:
         """Counts changes of the parameters' values."""
         self.edges: list[Callable[[], None]] = []
         """Called before anything looks at the parameters' values or changes them: see ``edge``."""
-        self.outside: object | None = None
+        self.outside: Any = None
         """Who is asked for parameters that no pass shows (runtime/outside.py). Only kept here."""
         self.lent: set[int] = set()
         """Parameters (by id) that are whole and the user's now, inside ``full_params``."""
@@ -79,6 +84,17 @@ class Engine:
         """Told before someone looks at gradients or changes them: they do what they had put off until the step."""
         self.skipped = 0
         """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
+        self.root: weakref.ref[nn.Module] | None = None
+        """The model."""
+        self.changed = False
+        """Modules or parameters were put into the model since it was last looked at."""
+        self.look_again: Callable[[Engine], None] | None = None
+        """Takes in what was put into the model. See runtime/newcomers.py."""
+        self.ignored: dict[int, nn.Parameter] = {}
+        """Parameters (by id) that the plan leaves alone."""
+        self.unwritten: dict[object, str] = {}
+        """The names of parameters (by id) and buffers (by the id of their module and their name in it) that came from the meta
+        device, and that nothing was written to yet."""
         self.failures = FailureDomain()
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
@@ -132,6 +148,42 @@ class Engine:
         self.free_discarded()
         if self.lent:
             raise RuntimeError("the model cannot run inside unwall.full_params: leave the context first")
+        if self.changed and self.look_again is not None:
+            self.look_again(self)
+        if self.unwritten:
+            raise RuntimeError(self._never_loaded())
+
+    def _never_loaded(self) -> str:
+        names = list(self.unwritten.values())
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return (
+            f"{', '.join(names[:5])}{more} came from the meta device and have no values yet: load them with "
+            "model.load_state_dict(...), or write them inside unwall.full_params(model, write=True), before the model runs"
+        )
+
+    def is_reshaped(self, param: nn.Parameter) -> bool:
+        """Whether a parameter was given data of another shape than it has in its group."""
+        place = self.places[id(param)][0]
+        return param.shape != self.groups[place.group].layout.slots[place.slot].shape
+
+    def set_aside(self, param: nn.Parameter) -> None:
+        """A parameter of another shape leaves its group, where something nobody uses takes its place. The next look at the
+        model takes it in anew, with the values it has now."""
+        for place in self.places.pop(id(param)):
+            group = self.groups[place.group]
+            group.params[place.slot] = nn.Parameter(torch.empty(0, dtype=group.layout.dtype), param.requires_grad)
+            group.show(place.slot)
+        self.changed = True
+
+    def add(self, groups: list[Group], gradients: list[Gradient]) -> None:
+        """Groups for parameters that came after ``shard``. All ranks do it at the same point."""
+        self.groups += groups
+        self.gradients += gradients
+        self._names += [group.name for group in groups]
+        self.places.update(find_places(groups))
+        self.executor.grown()
+        self.backward.grown()
+        self.forward.saved.follow(groups)
 
     def edge(self) -> None:
         """Everything that was written to parameters outside a pass is in the master. For whoever reads or writes masters."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame, is_running
@@ -124,7 +125,8 @@ class Forward:
         self._executor.begin_pass(torch.is_grad_enabled())
 
     def _read(self, frame: Frame, index: int) -> None:
-        self._executor.use(index)
+        with transforms.outside():
+            self._executor.use(index)
         self._executor.groups[index].faces.open()
         frame.groups.append(index)
 

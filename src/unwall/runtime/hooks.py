@@ -10,11 +10,15 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unwall.runtime.absent import describe_only
+from unwall.runtime.casts import Casts, casts_of
 from unwall.runtime.engine import Engine
-from unwall.runtime.outputs import cast_floats
 from unwall.runtime.outside import watch_outside
 from unwall.runtime.pretrained import write_given_dtype
-from unwall.runtime.whole import StateDictHooks, WholeParams, dtypes_of
+from unwall.runtime.refusals import refuse_upon
+from unwall.runtime.state_dicts import StateDictHooks
+from unwall.runtime.whole import dtypes_of
+from unwall.shards.build import ignored
+from unwall.shards.local import is_distributed
 
 # Module or parameter -> weak reference to its engine. The hooks on the modules own the engine: it goes with the model.
 _engines = WeakIdKeyDictionary()
@@ -56,6 +60,10 @@ class Enter(Hook):
 
     def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
         super().__init__(engine)
+        self.aim(groups, reads, casts)
+
+    def aim(self, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
+        """What the module reads. Again where it was given other parameters."""
         self._groups = groups
         self._reads = reads
         self._casts = casts
@@ -70,11 +78,11 @@ class Leave(Hook):
 
     def __init__(self, engine: Engine, casts: "Casts | None") -> None:
         super().__init__(engine)
-        self._casts = casts
+        self.casts = casts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self._casts is not None:
-            output = self._casts.outputs(output)
+        if self.casts is not None:
+            output = self.casts.outputs(output)
         self.engine.forward.leave(module, (args, kwargs), output)
         return output
 
@@ -83,21 +91,6 @@ class Leave(Hook):
 # all of dynamo at once.)
 Enter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 Leave.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-class Casts:
-    """Dtypes at the edge of a module that computes in another one than what surrounds it."""
-
-    def __init__(self, outside: torch.dtype, inside: torch.dtype, *, back: bool) -> None:
-        self._outside = outside
-        self._inside = inside
-        self._back = back
-
-    def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return cast_floats(args, self._outside, self._inside), cast_floats(kwargs, self._outside, self._inside)
-
-    def outputs(self, output: Any) -> Any:
-        return cast_floats(output, self._inside, self._outside) if self._back else output
 
 
 class Watched(dict[str, Any]):
@@ -115,6 +108,14 @@ class Watched(dict[str, Any]):
             self._forward.touched(param)
         return param
 
+    def __setitem__(self, name: str, param: Any) -> None:
+        if isinstance(param, torch.Tensor) and is_distributed(param):
+            raise RuntimeError(
+                f"parameter {name} of a sharded model would become a DTensor: fully_shard and tensor parallelism cannot be "
+                "applied on top of unwall.shard, which partitions the model already"
+            )
+        super().__setitem__(name, param)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy()
 
@@ -127,21 +128,55 @@ class Watched(dict[str, Any]):
 
 def install(engine: Engine, model: nn.Module) -> None:
     """Ties a model to its engine: calls, parameters, gradients, saving and loading, conversions, buffers."""
+    engine.root = weakref.ref(model)
+    # torch's own would set .grad only, and gradients that are on their way would still come.
+    model.__dict__["zero_grad"] = engine.zero_grad
+    tie(engine, model, StateDictHooks(engine))
+
+
+def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
+    """Ties modules and parameters to the engine. Again where some were put into the model: those that are tied stay so."""
+    new = [module for module in model.modules() if not _is_tied(engine, module)]
     _remember(engine, model)
     for param in _params(engine):
         engine.backward.take_gradients_of(param)
+    names = {module: name for name, module in model.named_modules()}
     for module, unit in _units(model):
-        _follow_calls(engine, module, unit, _casts(engine, module, unit, root=module is model))
+        _follow_calls(engine, module, unit, casts_of(engine, module, _own(module, unit), names[module]))
         if not unit:
             _watch_lookups(engine, module)
-    # torch's own would set .grad only, and gradients that are on their way would still come.
-    model.__dict__["zero_grad"] = engine.zero_grad
-    _save_and_load_whole(engine, model)
-    for module in model.modules():
+    for module in new:
+        _save_and_load_whole(module, state_dicts)
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
-    _place_buffers(engine, model)
-    write_given_dtype(engine, model)
+        refuse_upon(module)
+    _place_buffers(engine, new)
+    _place_ignored(engine, model)
+    write_given_dtype(engine, new)
     watch_outside(engine)
+
+
+def _is_tied(engine: Engine, module: nn.Module) -> bool:
+    convert = module.__dict__.get("_apply")
+    return isinstance(convert, functools.partial) and convert.args[0] is engine
+
+
+def state_dicts_of(model: nn.Module) -> StateDictHooks:
+    """What saves and loads a sharded model."""
+    owners = (getattr(hook, "__self__", None) for hook in model._load_state_dict_post_hooks.values())
+    return next(owner for owner in owners if isinstance(owner, StateDictHooks))
+
+
+def follow_wrapper(engine: Engine, module: nn.Module) -> None:
+    """A module holds the model and may call parts of it as it likes (adapters do): its call is the outermost one then."""
+    if not any(isinstance(hook, Enter) and hook.engine is engine for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(Enter(engine, (), (), None), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Leave(engine, None), with_kwargs=True, always_call=True)
+        module.__dict__["zero_grad"] = functools.partial(_zero_all, engine, module.zero_grad)
+
+
+def _zero_all(engine: Engine, others: Callable[[bool], None], set_to_none: bool = True) -> None:
+    engine.zero_grad(set_to_none)
+    others(set_to_none)
 
 
 def _remember(engine: Engine, model: nn.Module) -> None:
@@ -154,44 +189,55 @@ def _remember(engine: Engine, model: nn.Module) -> None:
 
 def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | None) -> None:
     """Hooks before and after a module's forward."""
-    own = _own(module, unit)
+    own = tuple(param for param in _own(module, unit) if id(param) in engine.places)
     groups = tuple(dict.fromkeys(place.group for param in own for place in engine.places[id(param)]))
     unseen = own if unit or isinstance(module, nn.RNNBase) else ()
-    module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
-    module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
-
-
-def _casts(engine: Engine, module: nn.Module, unit: bool, root: bool) -> Casts | None:
-    """What happens to dtypes at a module's edge."""
-    compute, own = engine.plan.compute_dtype, _own(module, unit)
-    if compute is torch.float32 or not (own or root):
-        return None
-    if own and all(_kept_fp32(engine, param) for param in own):
-        return Casts(compute, torch.float32, back=True)
-    return Casts(torch.float32, compute, back=False)
+    tied = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter) and hook.engine is engine]
+    for enter in tied:
+        enter.aim(groups, unseen, casts)
+    for leave in module._forward_hooks.values():
+        if isinstance(leave, Leave) and leave.engine is engine:
+            leave.casts = casts
+    if not tied:
+        module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
 
 
 def _watch_lookups(engine: Engine, module: nn.Module) -> None:
     """A parameter that is read by another module's forward counts as a use by the running call."""
-    if _own(module):
+    if _own(module) and not isinstance(module._parameters, Watched):
         module.__dict__["_parameters"] = Watched(engine, module._parameters)
 
 
-def _save_and_load_whole(engine: Engine, model: nn.Module) -> None:
+def _save_and_load_whole(module: nn.Module, hooks: StateDictHooks) -> None:
     """``state_dict`` and ``load_state_dict`` work with whole tensors."""
-    reader = WholeParams(engine)
-    for module in model.modules():
-        if module is model or any(param is not None for param in module._parameters.values()):
-            hooks = StateDictHooks(engine, reader)
-            module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
-            module.register_load_state_dict_pre_hook(hooks.before_load)
-            module.register_load_state_dict_post_hook(hooks.after_load)
-            module.__dict__["_save_to_state_dict"] = functools.partial(describe_only, module)
+    module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
+    module.register_load_state_dict_pre_hook(hooks.before_load)
+    module.register_load_state_dict_post_hook(hooks.after_load)
+    module.__dict__["_save_to_state_dict"] = functools.partial(describe_only, module)
+    load_through(module, hooks)
 
 
-def _place_buffers(engine: Engine, model: nn.Module) -> None:
+def load_through(module: nn.Module, hooks: StateDictHooks) -> None:
+    """``load_state_dict`` of this module looks at everything first. See [Note: loading] in runtime/state_dicts.py."""
+    module.__dict__["load_state_dict"] = functools.partial(hooks.load, functools.partial(type(module).load_state_dict, module))
+
+
+def _place_ignored(engine: Engine, model: nn.Module) -> None:
+    """What the plan ignores is whole, on the device. All ranks start from rank 0's values."""
+    for name, param in model.named_parameters():
+        if id(param) in engine.places or id(param) in engine.ignored or not ignored(engine.plan, name, param):
+            continue
+        with torch.no_grad():
+            param.data = param.data.to(engine.device.device).contiguous()
+            if param.numel():
+                engine.ranks.broadcast(param.data)
+        engine.ignored[id(param)] = param
+
+
+def _place_buffers(engine: Engine, owners: list[nn.Module]) -> None:
     """Buffers are whole, on the device. All ranks start from rank 0's."""
-    for owner in model.modules():
+    for owner in owners:
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta:
                 continue
@@ -210,6 +256,7 @@ def _convert(
     change (``model.to(device)`` after ``shard``), an error otherwise; buffers follow."""
     for param in module.parameters(recurse=recurse):
         if id(param) not in engine.places:
+            param.data = change(param.data)
             continue
         if all(_changes(change, dtype, engine.device.device) for dtype in dtypes_of(engine, param)):
             raise RuntimeError(
@@ -227,10 +274,6 @@ def _changes(change: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype,
     probe = torch.empty((1, 2, 2, 2), dtype=dtype, device=device)
     changed = change(probe)
     return (changed.dtype, changed.device, changed.stride()) != (probe.dtype, probe.device, probe.stride())
-
-
-def _kept_fp32(engine: Engine, param: nn.Parameter) -> bool:
-    return all(engine.groups[place.group].layout.dtype is torch.float32 for place in engine.places[id(param)])
 
 
 def _params(engine: Engine) -> Iterator[nn.Parameter]:

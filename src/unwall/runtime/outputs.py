@@ -76,6 +76,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], dept
     return value
 
 
+def cast_all_floats(value: Any, target: torch.dtype) -> Any:
+    """Tensors of any floating dtype to one; everything else as it is."""
+    return map_tensors(value, lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor)
+
+
 def cast_floats(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     """Tensors of one floating dtype to another; everything else as it is."""
     return map_tensors(value, lambda tensor: tensor.to(target) if tensor.dtype is source else tensor)

@@ -127,11 +127,13 @@ class Outside:
         self._lent: dict[int, Lent] = {}
         self._old: list[Lent] = []
         self._last: int | None = None
-        for group in engine.groups:
-            for param in group.params:
-                keep(param, self)
-            group.faces.written = partial(self._written, group)
         engine.edges.append(self.settle)
+
+    def follow(self, group: Group) -> None:
+        """From now on this group's parameters ask here."""
+        for param in group.params:
+            keep(param, self)
+        group.faces.written = partial(self._written, group)
 
     # -- what absent parameters ask -----------------------------------------------------------------------------------
 
@@ -252,10 +254,13 @@ class Outside:
 
 
 def watch_outside(engine: Engine) -> None:
-    """From now on parameters that no pass shows are absent ones."""
-    engine.outside = Outside(engine)
+    """From now on parameters that no pass shows are absent ones. Again where groups have come since."""
+    if engine.outside is None:
+        engine.outside = Outside(engine)
     for group in engine.groups:
-        group.faces.away = Absent
-        for slot in range(len(group.params)):
-            group.faces.hide(slot)
-        group.faces.is_open = False
+        if group.faces.away is None:
+            engine.outside.follow(group)
+            group.faces.away = Absent
+            for slot in range(len(group.params)):
+                group.faces.hide(slot)
+            group.faces.is_open = False

@@ -10,9 +10,9 @@ from unwall.runtime.engine import Engine
 from unwall.runtime.whole import dtypes_of
 
 
-def write_given_dtype(engine: Engine, model: nn.Module) -> None:
+def write_given_dtype(engine: Engine, modules: list[nn.Module]) -> None:
     """``state_dict`` gives fp32 where there is a master; the file and its config say what dtype the model has."""
-    for module in model.modules():
+    for module in modules:
         if callable(getattr(type(module), "save_pretrained", None)):
             module.__dict__["save_pretrained"] = functools.partial(_save, engine, module)
 

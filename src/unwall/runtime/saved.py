@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils import checkpoint
 
+from unwall.runtime import transforms
 from unwall.runtime.stand_ins import StandIns
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
@@ -79,6 +80,11 @@ class SavedTensors:
         self._groups = groups
         self._flats: dict[int, int] = {}
         """From storages that come and go to groups."""
+        self._streams = False
+        self.follow(groups)
+
+    def follow(self, groups: Sequence[Group]) -> None:
+        """What is saved of these groups goes through here."""
         for group in groups:
             if group.evictable:
                 group.buffer.make_known(self._flats, group.index)
@@ -91,13 +97,13 @@ class SavedTensors:
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """The group that comes and goes of which this is a view."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
             return None  # sparse tensors and their like have no storage of their own
         return self._flats.get(tensor.untyped_storage()._cdata)
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
-        if not self._streams and not self.layers:
+        if (not self._streams and not self.layers) or transforms.inside():  # torch.func allows no hooks on saved tensors
             return None
         top = default_hooks.top()
         owner = _owner(top)

@@ -120,6 +120,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """Nothing is in use (the start of a pass, or after an exception)."""
         self.pins.clear()
 
+    def grown(self) -> None:
+        """Groups were added."""
+        self.pins.grow(len(self.groups))
+
     def is_pinned(self, index: int) -> bool:
         return self.pins.is_hard(index) or self.pins.is_soft(index)
 

@@ -21,6 +21,10 @@ class Pins:
         self._hard = [0] * groups
         self._soft: set[int] = set()
 
+    def grow(self, groups: int) -> None:
+        """There are more groups now."""
+        self._hard += [0] * (groups - len(self._hard))
+
     def add(self, index: int) -> None:
         self._hard[index] += 1
 

@@ -49,6 +49,11 @@ def compute_dtype(plan: Plan, name: str, param: nn.Parameter, fp32_names: set[st
     return plan.compute_dtype
 
 
+def ignored(plan: Plan, name: str, param: nn.Parameter) -> bool:
+    """Whether the plan leaves a parameter alone."""
+    return plan.ignore is not None and bool(plan.ignore(name, param))
+
+
 def fp32_names(model: nn.Module) -> set[str]:
     """Parameters of modules that keep running statistics in fp32: they compute in fp32, too."""
     found = set()
@@ -59,23 +64,40 @@ def fp32_names(model: nn.Module) -> set[str]:
 
 
 def plan_groups(
-    model: nn.Module, plan: Plan, world_size: int, cuts: Cuts = uncut, limit_bytes: int | None = None
+    model: nn.Module,
+    plan: Plan,
+    world_size: int,
+    cuts: Cuts = uncut,
+    limit_bytes: int | None = None,
+    wanted: Callable[[Entry], bool] = lambda _: True,
+    most_params: int | None = None,
 ) -> list[tuple[Unit, Layout]]:
     """The groups of a model and their layouts. Allocates nothing. ``cuts``: which parameters lie in several slots.
-    ``limit_bytes``: how large a group may become at most, where that is less than the plan allows."""
+    ``limit_bytes``: how large a group may become at most, where that is less than the plan allows.
+
+    ``wanted``: which parameters to group, where it is not all of them (but those that the plan ignores). ``most_params``: in
+    one group."""
     kept = fp32_names(model)
 
     def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
         dtype = compute_dtype(plan, name, param, kept)
         return Kind(dtype, param.requires_grad, param.dtype is torch.float32 and dtype is torch.bfloat16), dtype
 
-    entries = entries_of(model, kind, cuts)
+    entries = [entry for entry in entries_of(model, kind, cuts) if not ignored(plan, entry.name, entry.param)]
     if not entries:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes)
-    units = build_groups(model, entries, limit if limit_bytes is None else min(limit, limit_bytes))
+    limit = limit if limit_bytes is None else min(limit, limit_bytes)
+    units = build_groups(model, [entry for entry in entries if wanted(entry)], limit)
+    if most_params is not None:
+        units = [part for unit in units for part in _split(unit, most_params)]
     note_calls(model, units)
     return [(unit, _layout(unit, world_size)) for unit in units]
+
+
+def _split(unit: Unit, most_params: int) -> list[Unit]:
+    starts = range(0, len(unit.entries), most_params)
+    return [Unit(unit.name, unit.entries[start : start + most_params]) for start in starts]
 
 
 def _layout(unit: Unit, world_size: int) -> Layout:
@@ -180,20 +202,23 @@ def make_groups(
     tiers: Tiers,
     ranks: Ranks,
     whole_value: Callable[[Entry], torch.Tensor | None],
+    after: Sequence[Group] = (),
 ) -> tuple[list[Group], list[Gradient]]:
     """Allocates the groups and moves every parameter's value into its shard, one parameter at a time.
 
     ``whole_value`` gives a parameter's value, or None where there is none yet (meta device): NaN until it is loaded.
+    ``after``: the groups that the model has already, where these are added to them.
     """
     groups: list[Group] = []
     gradients: list[Gradient] = []
     taken: list[tuple[Group, int]] = []
     try:
-        _make_all(planned, homes, plan, tiers, ranks, whole_value, groups, gradients, taken)
+        _make_all(planned, homes, plan, tiers, ranks, whole_value, after, groups, gradients, taken)
     except BaseException as error:
         _put_back(taken, error)
         raise
-    ranks.begin_announcing(-(-max(len(group.params) for group in groups) // 62))
+    if not after:
+        ranks.begin_announcing(-(-max(len(group.params) for group in groups) // 62))
     return groups, gradients
 
 
@@ -204,13 +229,14 @@ def _make_all(
     tiers: Tiers,
     ranks: Ranks,
     whole_value: Callable[[Entry], torch.Tensor | None],
+    after: Sequence[Group],
     groups: list[Group],
     gradients: list[Gradient],
     taken: list[tuple[Group, int]],
 ) -> None:
-    staging = Staging()
+    staging = after[0].pending.staging if after else Staging()
     values = _Values(planned, ranks, tiers.device.device, whole_value)
-    for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True)):
+    for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True), len(after)):
         group = Group(
             index,
             unit.name or unit.entries[0].name,

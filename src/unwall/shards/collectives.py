@@ -47,7 +47,7 @@ class Ranks:
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
         with default_hooks.hidden():
-            work = all_gather_flat(whole, shard, group=self._group, async_op=True)
+            work = all_gather_flat(_as_bytes(whole), _as_bytes(shard), group=self._group, async_op=True)
         return Collective(work, keep=(whole, shard), meter=self.meter, label="all-gather")
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Collective":
@@ -101,7 +101,12 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
         """One rank's values on every rank."""
         if self.size > 1:
-            dist.broadcast(tensor, group=self._group, group_src=rank)
+            dist.broadcast(_as_bytes(tensor), group=self._group, group_src=rank)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Floating-point numbers of one byte (frozen fp8) as bytes: few backends know them, and nothing is added up here."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.is_floating_point() else tensor
 
 
 _live: "weakref.WeakSet[Ranks]" = weakref.WeakSet()

@@ -1,0 +1,40 @@
+"""Other ways to spread a model over ranks, which cannot be put around or upon a sharded one: refused by name."""
+
+from typing import Any
+
+from torch import nn
+
+try:
+    from torch.distributed._composable.contract import REGISTRY_KEY  # private to torch; without it a DTensor is noticed
+except ImportError:  # pragma: no cover
+    REGISTRY_KEY = ""
+
+_AROUND = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+
+
+def refuse_around(wrapper: nn.Module) -> None:
+    """RuntimeError where ``wrapper`` is about to take in a sharded model, or a part of it, that it would spread again."""
+    name = next((kind.__name__ for kind in type(wrapper).__mro__ if kind.__name__ in _AROUND), None)
+    if name is not None:
+        raise RuntimeError(
+            f"{name} around a sharded model: unwall.shard partitions the model over the ranks and averages its gradients "
+            f"already, so use the model without {name}"
+        )
+
+
+class _Applied(dict[str, Any]):
+    """Where torch notes which of its functions were applied to a module. It looks here before it applies one."""
+
+    def __contains__(self, name: object) -> bool:
+        if name == "fully_shard":
+            raise RuntimeError(
+                "fully_shard on a sharded model: unwall.shard partitions the model over the ranks and averages its gradients "
+                "already, so use the model without fully_shard"
+            )
+        return super().__contains__(name)
+
+
+def refuse_upon(module: nn.Module) -> None:
+    """From now on ``fully_shard`` of this module raises."""
+    if REGISTRY_KEY:
+        module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))

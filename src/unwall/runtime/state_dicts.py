@@ -1,0 +1,140 @@
+"""``state_dict`` and ``load_state_dict`` of a sharded model.
+
+[Note: loading]
+torch loads module by module: what is wrong in the last module shows when all others have been changed. So the first hook of a
+load looks at everything below its module before anything is written, and raises what torch would have raised at the end. The
+ranks compare what they were given, by checksums: tensors that only rank 0 has are taken from there (``state_dict`` gives them
+to rank 0 only), anything else that differs is an error on every rank.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from unwall.runtime.engine import Engine
+from unwall.runtime.load_check import Given, compare, outline_of, wanted_by
+from unwall.runtime.whole import WholeParams, lay_out, put_whole, show_again, whole_dtype
+
+
+class StateDictHooks:
+    """``state_dict`` and ``load_state_dict`` of one model's modules: whole tensors, one module at a time."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._reader = WholeParams(engine)
+        self._strict: bool | None = None  # None: some module outside called, nobody knows what it wants
+        self._calls = 0
+        self._outermost: nn.Module | None = None
+        self._missing_elsewhere: dict[str, Given] = {}
+
+    def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
+        for name, param in module._parameters.items():
+            if param is None or prefix + name not in state_dict or id(param) not in self._engine.places:
+                continue
+            value = self._reader.get(param)
+            if value is None:
+                del state_dict[prefix + name]
+            else:
+                state_dict[prefix + name] = value
+        if prefix == "":
+            self._reader.forget()
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """``load_state_dict`` of a module of the model, or of one that holds it."""
+        if options.get("assign", args[2] if len(args) > 2 else False):
+            refuse_assign()
+        before, self._strict = self._strict, bool(options.get("strict", args[1] if len(args) > 1 else True))
+        self._calls += 1
+        try:
+            return original(*args, **options)
+        finally:
+            self._calls -= 1
+            self._strict = before
+            if not self._calls:
+                self._end()
+
+    def before_load(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+    ) -> None:
+        """Real memory for the module's own parameters, so that torch's own loading can write and check them."""
+        if metadata.get("assign_to_params_buffers"):
+            refuse_assign()
+        root = self._engine.root() if self._engine.root is not None else None
+        if self._outermost is None or (not self._calls and module is root):
+            self._end()
+            self._begin(module, state_dict, prefix)
+        self._take_from_rank_0(module, state_dict, prefix)
+        for name in module._buffers if self._engine.unwritten else ():
+            if prefix + name in state_dict:
+                self._engine.unwritten.pop((id(module), name), None)
+        for name, param in module._parameters.items():
+            if param is None or id(param) not in self._engine.places:
+                continue
+            given = state_dict.get(prefix + name)
+            if isinstance(given, torch.Tensor):  # otherwise it is missing
+                dtype = whole_dtype(self._engine, param)
+                lay_out(param, torch.empty(param.shape, dtype=dtype, device=self._engine.device.device))
+                self._engine.loading.add(id(param))
+
+    def after_load(self, module: nn.Module, _: Any) -> None:
+        """What was loaded goes into the shards."""
+        for param in module._parameters.values():
+            if param is None or id(param) not in self._engine.loading:
+                continue
+            self._engine.loading.discard(id(param))
+            put_whole(self._engine, param, param.data)
+            show_again(self._engine, param)
+        if module is self._outermost:
+            self._end()
+
+    def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """See [Note: loading]."""
+        self._engine.executor.together()
+        wanted = wanted_by(module, prefix, self._engine.places)
+        every = self._engine.ranks.every(outline_of(state_dict, prefix, wanted, digests=self._engine.ranks.size > 1))
+        problems = compare(every, wanted, self._strict)
+        if problems:
+            listed = "\n\t".join(problems)
+            raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}, nothing was changed:\n\t{listed}")
+        self._missing_elsewhere = {
+            key: given for key, given in every[0].tensors.items() if any(key not in other.tensors for other in every[1:])
+        }
+        self._outermost = module
+
+    def _end(self) -> None:
+        """The load is over, well or not: parameters that it was about to write show what they did before."""
+        self._outermost = None
+        self._missing_elsewhere = {}
+        if not self._engine.loading:
+            return
+        for group in self._engine.groups:
+            for param in group.params:
+                if id(param) in self._engine.loading:
+                    self._engine.loading.discard(id(param))
+                    show_again(self._engine, param)
+
+    def _take_from_rank_0(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+        """What some other rank was not given comes from rank 0."""
+        if not self._missing_elsewhere:
+            return
+        ranks, device = self._engine.ranks, self._engine.device.device
+        for name in (*module._parameters, *module._buffers):
+            given = self._missing_elsewhere.get(prefix + name)
+            if given is None:
+                continue
+            if ranks.rank == 0:
+                whole = state_dict[prefix + name].detach().to(device).contiguous()
+            else:
+                whole = torch.empty(given.shape, dtype=given.dtype, device=device)
+            if whole.numel():
+                ranks.broadcast(whole.reshape(-1).view(torch.uint8))
+            state_dict[prefix + name] = whole
+
+
+def refuse_assign() -> NoReturn:
+    raise RuntimeError("load_state_dict(assign=True) would replace sharded parameters: load without assign")
