@@ -135,7 +135,8 @@ def follow(plan, dtype, stage):
         assert [grad is None for grad in grads] == [name == "unused" for name, _ in model.named_parameters()]
         if dtype is torch.float32 and step == 0:
             wrong += [f"gradient {at}" for at, (a, b) in enumerate(zip(grads, averaged(world), strict=True)) if not near(a, b)]
-        twins = [nn.Parameter(p.detach().clone().to(p.dtype)) for p in params]
+        dtypes = [p.dtype if grad is None else grad.dtype for p, grad in zip(params, grads, strict=True)]
+        twins = [nn.Parameter(p.detach().to(kind, copy=True)) for p, kind in zip(params, dtypes, strict=True)]
         for twin, grad in zip(twins, grads, strict=True):
             twin.grad = grad
         said, expected = change(params[:-1]), change(twins[:-1])
@@ -383,3 +384,15 @@ def test_printing_and_converting():
     assert torch.allclose(grad.cpu().double(), expected.double())
     assert torch.allclose(expected.clone().copy_(grad), expected)
     assert [tuple(part.shape) for part in grad.split(4)] == [(4,), (4,)]
+
+
+def test_a_gradient_made_like_its_parameter():
+    """Outside a pass a parameter has the dtype it was given in, fp32 here, whatever the model computes in."""
+    model = sharded(PLACEMENTS["device"], torch.bfloat16)
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach(), before[name] - 1e-2, rtol=0, atol=1e-6, msg=name)

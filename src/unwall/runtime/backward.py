@@ -83,6 +83,10 @@ class Backward:
         """From now on this parameter's gradient comes here (torch allows the hook on trainable parameters only)."""
         if param.requires_grad and id(param) not in self._hooked:
             param.register_post_accumulate_grad_hook(self._on_gradient)
+            if hasattr(
+                param, "grad_dtype"
+            ):  # outside a pass a parameter is fp32 and its gradient the compute dtype: any will do
+                param.grad_dtype = None
             self._hooked.add(id(param))
 
     def expect(self, param: nn.Parameter, places: tuple[Place, ...]) -> None:
