@@ -116,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clips this step's gradients to ``max_norm`` over all ranks (done inside ``step``) and returns their norm."""
         for engine in self.engines():
+            engine.executor.note("clip_grad_norm_")
             engine.flush()
         self._clip = float(max_norm)
         return self._norm_of(self._measure(list(self._held())))

@@ -33,7 +33,7 @@ def _by_group(optimizer: ShardedOptimizer) -> Iterator[tuple[Engine, Group, list
 def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     """State of every parameter that was stepped, by its number, as ``torch.optim`` counts. All ranks call it together."""
     for engine in optimizer.engines():
-        engine.executor.together()
+        engine.executor.together("state_dict of the optimizer")
     found: dict[int, dict[str, Any]] = {}
     for engine, group, members in _by_group(optimizer):
         stepped = [member for member in members if "step" in optimizer.state.get(member.param, {})]
@@ -60,7 +60,7 @@ def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) 
     if not engines or engines[0].ranks.size == 1:
         return states
     ranks, device = engines[0].ranks, engines[0].device.device
-    engines[0].executor.together()
+    engines[0].executor.together("load_state_dict of the optimizer")
     outline = {
         number: {name: _Outline(value.shape, value.dtype) if _is_large(value) else value for name, value in entry.items()}
         for number, entry in states.items()

@@ -33,6 +33,7 @@ class WholeParams:
     def __init__(self, engine: Engine, everywhere: bool = False) -> None:
         self._engine = engine
         self._everywhere = everywhere
+        self._what = "full_params" if everywhere else "state_dict"
         self._held: tuple[int, int] | None = None
         self._whole: torch.Tensor | None = None
 
@@ -62,12 +63,12 @@ class WholeParams:
         slot = group.layout.slots[place.slot]
         device = self._engine.device.device if self._everywhere else None
         if group.own_numel == group.layout.padded_numel:
-            self._engine.executor.together()
+            self._engine.executor.together(self._what)
             if device is None and self._engine.ranks.rank > 0:
                 return None
             return read_master(group, device, slot.offset, slot.end).detach().to(device or "cpu")
         if self._held != (place.group, self._engine.version):
-            self._engine.executor.together()
+            self._engine.executor.together(self._what)
             owned = read_master(group, device)
             self._whole = whole_run(self._engine, group, owned, self._everywhere)
             self._held = (place.group, self._engine.version)
@@ -110,7 +111,7 @@ def _put_part(engine: Engine, place: Place, value: torch.Tensor) -> None:
 @contextmanager
 def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     """Inside, the parameters are whole, in the dtype they were given in, on the device."""
-    engine.executor.together()
+    engine.executor.together("full_params")
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
     params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]
@@ -158,6 +159,8 @@ class StateDictHooks:
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """Real memory for the module's own parameters, so that torch's own loading can write and check them."""
+        if prefix == "":
+            self._engine.executor.together("load_state_dict")
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would replace sharded parameters: load without assign")
         for name, param in module._parameters.items():

@@ -37,7 +37,8 @@ from typing import NamedTuple
 
 import torch
 
-from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PENDING, STEP, WHOLE, Row
+from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PENDING, STEP, WHOLE, Row, in_words
+from unwall.schedule.announcement import fingerprint as fingerprint_of_words
 from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, REDUCE, SUM, Book, Follow, Op, Script, Turn, fingerprint
 from unwall.shards.collectives import Ranks
@@ -87,6 +88,8 @@ class Agreement:
         self._since_step = 0  # forwards with gradients, and backwards
         self._settled = True  # no rank has gradients that were not reduced
         self._owed: tuple[Op, set[int], bool] | None = None  # see _pay
+        self._called = ""  # at a meeting of the kind WHOLE
+        self._noted: list[str] = []  # what else was called since the last meeting
         self._apart = ""  # how the ranks diverged: they cannot find together again
 
     # -- collectives --------------------------------------------------------------------------------------------------
@@ -148,10 +151,15 @@ class Agreement:
         self._steps += 1
         self._since_step = 0
 
-    def together(self) -> None:
+    def together(self, what: str) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
         if self._ranks.size > 1:
+            self._called = what
             self._meet(WHOLE, (), steady=False)
+
+    def note(self, what: str) -> None:
+        """Something that all ranks must call before they exchange words again."""
+        self._noted.append(what)
 
     # -- by script ----------------------------------------------------------------------------------------------------
 
@@ -222,14 +230,16 @@ class Agreement:
         expected = None if situation is None or not self._control.only_model else self._book.expected(situation)
         script = 0 if expected is None else fingerprint(expected)
         flags |= DEVIATED if self._segment.deviated else 0
+        what = fingerprint_of_words([self._called]) if point == WHOLE else 0
         while True:
-            rows = self._announce(point, script=script, flags=flags)
+            rows = self._announce(point, what, script=script, flags=flags)
             served = next((row.op for row in rows if row.op is not None), None)
             if served is None:
                 break
             self._serve(served)
-        if any(row.kind != point for row in rows):
+        if any((row.kind, row.group) != (point, rows[0].group) for row in rows):
             raise self._diverged(rows)
+        self._noted.clear()
         deviated = any(row.flags & DEVIATED for row in rows)
         held = self._close(deviated, steady, learn=point != WHOLE)
         agreed = held and script != 0 and all(row.script == script for row in rows)
@@ -259,13 +269,14 @@ class Agreement:
     def _announce(self, kind: int, group: int = 0, script: int = 0, flags: int = 0) -> list[Row]:
         """Every rank's row. DivergedError, on each of them, when they are not in the same forward, backward and step."""
         self._check()
-        mine = Row(self._control.model, kind, group, self._forwards, self._backwards, self._steps, script, flags)
+        calls = fingerprint_of_words(self._noted)
+        mine = Row(self._control.model, kind, group, self._forwards, self._backwards, self._steps, calls, script, flags)
         try:
-            rows = [Row(*row) for row in self._control.exchange(mine, mine.what(self._control.model, self._names))]
+            rows = [Row(*row) for row in self._control.exchange(mine, in_words(mine, self._names, self._called))]
         except DivergedError as error:
             self._apart = str(error)
             raise
-        if any((row.model, *row[3:6]) != (mine.model, *mine[3:6]) for row in rows):
+        if any(row.point != mine.point for row in rows):
             raise self._diverged(rows)
         return rows
 
@@ -307,15 +318,20 @@ class Agreement:
 
     def _diverged(self, rows: list[Row]) -> DivergedError:
         places = [
-            f"rank {rank} is at {row.what(self._control.model, self._names)} "
-            f"(forward {row.forwards}, after {row.backwards} backwards, {row.steps} steps)"
-            for rank, row in enumerate(rows)
+            f"rank {rank} is at {'another sharded model: ' if row.model != self._control.model else ''}{place}"
+            for rank, (row, place) in enumerate(zip(rows, self._control.tell(self._place(rows[self._ranks.rank])), strict=True))
         ]
         self._apart = (
             f"the ranks are not at the same point: {'; '.join(places)}. All ranks must run the same forwards, backwards and "
             "steps, and call state_dict, full_params and the like together"
         )
         return DivergedError(self._apart)
+
+    def _place(self, mine: Row) -> str:
+        """Where this rank is, in words."""
+        noted = f", having called {', '.join(self._noted)}" if self._noted else ""
+        where = f"(forward {mine.forwards}, after {mine.backwards} backwards, {mine.steps} steps{noted})"
+        return f"{in_words(mine, self._names, self._called)} {where}"
 
     def _check(self) -> None:
         if self._apart:

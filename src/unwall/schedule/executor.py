@@ -197,9 +197,17 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """Nothing is left to reduce on this rank. Returns when that is so on all of them."""
         self.agreement.end_step(self.trace.known)
 
-    def together(self) -> None:
-        """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
-        self.agreement.together()
+    def together(self, what: str) -> None:
+        """Something that all ranks must call at once: ``what``, in a word or two, as its user calls it ("state_dict").
+
+        One exchange. DivergedError on every rank, instead of a hang, when one of them is at something else; it says who called
+        what."""
+        self.agreement.together(what)
+
+    def note(self, what: str) -> None:
+        """The same without an exchange, for what runs often ("clip_grad_norm_"): whether all ranks called it is compared at
+        their next exchange."""
+        self.agreement.note(what)
 
     def join_gather(self, index: int) -> None:
         """Takes part in a gather, whether this rank needs it or another one."""
