@@ -42,7 +42,9 @@ def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
         for number, param, _ in stepped:
             found.setdefault(number, {"step": torch.tensor(float(optimizer.state[param]["step"]))})
         for key, store in optimizer.own.stores(group, optimizer.rule.specs(group)).items():
-            whole = whole_run(engine, group, store.tensor(write=False))
+            with engine.executor.prepared("state_dict of the optimizer"):
+                owned = store.tensor(write=False)
+            whole = whole_run(engine, group, owned)
             for number, _, slot in stepped:
                 if whole is not None:
                     place = group.layout.slots[slot]

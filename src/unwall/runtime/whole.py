@@ -1,7 +1,7 @@
 """Whole tensors in and out of a sharded model: ``state_dict``, ``load_state_dict``, ``full_params``."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -63,13 +63,13 @@ class WholeParams:
         slot = group.layout.slots[place.slot]
         device = self._engine.device.device if self._everywhere else None
         if group.own_numel == group.layout.padded_numel:
-            self._engine.executor.together(self._what)
-            if device is None and self._engine.ranks.rank > 0:
-                return None
-            return read_master(group, device, slot.offset, slot.end).detach().to(device or "cpu")
+            with self._engine.executor.prepared(self._what):
+                if device is None and self._engine.ranks.rank > 0:
+                    return None
+                return read_master(group, device, slot.offset, slot.end).detach().to(device or "cpu")
         if self._held != (place.group, self._engine.version):
-            self._engine.executor.together(self._what)
-            owned = read_master(group, device)
+            with self._engine.executor.prepared(self._what):
+                owned = read_master(group, device)
             self._whole = whole_run(self._engine, group, owned, self._everywhere)
             self._held = (place.group, self._engine.version)
         return None if self._whole is None else self._whole[slot.offset : slot.end]
@@ -123,7 +123,8 @@ def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[No
             engine.lent.add(id(param))
             lent.append(param)
             param.data = value
-        yield
+        with engine.executor.prepared("full_params(write=True)") if write else nullcontext():
+            yield
         if write:
             for param in lent:
                 engine.ranks.broadcast(param.data)
@@ -180,5 +181,9 @@ class StateDictHooks:
             if param is None or id(param) not in self._engine.loading:
                 continue
             self._engine.loading.discard(id(param))
-            put_whole(self._engine, param, param.data)
+            try:
+                put_whole(self._engine, param, param.data)
+            except BaseException as error:
+                self._engine.executor.agreement.fail(error, spoilt=False)
+                raise
             show_again(self._engine, param)

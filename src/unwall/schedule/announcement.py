@@ -6,16 +6,18 @@ from typing import NamedTuple
 
 from unwall.schedule.script import GATHER, REDUCE, SUM, Op
 
-END_FORWARD, END_BACKWARD, STEP, WHOLE = 11, 12, 13, 14
-"""Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once."""
+END_FORWARD, END_BACKWARD, STEP, WHOLE, FAILED = 11, 12, 13, 14, 15
+"""Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once. FAILED: the rank cannot go on with its pass."""
 _WHAT = {
     SUM: "the norm of the gradients",
     END_FORWARD: "the end of a forward",
     END_BACKWARD: "the end of a backward",
     STEP: "a step",
+    FAILED: "an error",
 }
-DEVIATED, PENDING = 1, 2
-"""Flags: it contributed something else than its script says; it keeps gradients that were not reduced."""
+DEVIATED, PENDING, TOLD, SPOILT = 1, 2, 4, 8
+"""Flags: it contributed something else than its script says; it keeps gradients that were not reduced; it failed because it
+was told of another rank's fault; the gradients since the last step are not to be used."""
 
 
 class Row(NamedTuple):
