@@ -99,9 +99,11 @@ def train(tier, folder, kind=None, phase="forward", when=0, bad=1):
                 if strikes and early:
                     strikes = Fault(model, kind, phase) is None
                 loss = forward(model, number)
-                if strikes:
+                if strikes and phase == "backward":
                     strikes = Fault(model, kind, phase) is None
                 loss.backward()
+                if strikes:
+                    strikes = Fault(model, kind, phase) is None
                 optimizer.step()
                 break
             except (PeerError, *OWN) as error:
@@ -136,3 +138,10 @@ def test_all_ranks_go_on_after_a_fault_of_one(ranks, tier, kind, phase, tmp_path
         assert [name for name, _ in own] != [], "the fault did not strike"
         assert [name for name, _ in told] == ["PeerError"], told
         assert "rank 1 failed" in told[0][1]
+
+
+def test_all_ranks_go_on_after_an_update_that_failed_on_one(ranks, tmp_path):
+    expected = ranks(2).run(train, "disk", str(tmp_path))[0][0]
+    (got, told), (_, own) = ranks(2).run(train, "disk", str(tmp_path), "disk", "step", 2, limit_s=60)
+    assert same(expected, got), (told, own)
+    assert [name for name, _ in told] == ["PeerError"], (told, own)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from unwall.native.ticket import NativeTicket
+from unwall.optim.failed_step import told_to_all
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
 from unwall.optim.norm import clip_factor, total_squares
 from unwall.optim.own_states import own_states
@@ -70,6 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.discard_gradients(index, slots)
         self._clip = None
 
+    @told_to_all
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. Returns the closure's loss."""
