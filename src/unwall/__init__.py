@@ -5,11 +5,14 @@ from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, 
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
+from unwall.shards.control import DivergedError, PeerError
 from unwall.tiers.ledger import BudgetError
 
 __all__ = [
     "AdamW",
     "BudgetError",
+    "DivergedError",
+    "PeerError",
     "Plan",
     "PlanError",
     "__version__",

@@ -136,6 +136,9 @@ def look(tier, folder, what, kind=None, bad=1):
         optimizer.zero_grad()
     struck = kind is None or rank != bad
     values = {name: value + 1 for name, value in everywhere(model).items()}
+    forward(model, 6).backward()
+    optimizer.step()
+    unwall.api.engine(model).finish()  # nothing is in memory any more, and nothing under way
     engine = unwall.api.engine(model)
 
     def once():
@@ -143,8 +146,6 @@ def look(tier, folder, what, kind=None, bad=1):
         strikes, struck = not struck, True
         if strikes and kind == "disk":
             engine.tiers.disk.engine.inject_fault("write" if what == "load_state_dict" else "read", 0, 1, errno.EIO)
-        elif strikes and what in ("evaluation", "training"):
-            Fault(model, kind, "forward")
         match what:
             case "evaluation":
                 with torch.no_grad():

@@ -38,7 +38,6 @@ class Ranks:
         self.control = _control(group, self._backend, self.rank, self.size)
         self.started = 0
         """Collectives of data that were begun."""
-        self._newest: Any = None  # work on the device
         if not self._on_host:
             self.control.watch.stuck.add(self)
         _live.add(self)
@@ -51,14 +50,12 @@ class Ranks:
         self._group = self._backend = None
         self.control.let_go()
 
-    def give_up(self) -> bool:
-        """The ranks cannot go on: a collective that the device waits in would never end. False where it waits in none."""
-        if self._backend is None or self._newest is None or self._newest.is_completed():
-            return False
-        self.control.watch.tell_end(self.control.watch.end or f"rank {self.control.watch.dead()} has ended")
+    def give_up(self) -> None:
+        """The ranks cannot go on: a collective that the device waits in would never end, nor would whoever waits for that."""
+        backend = self._backend
         with contextlib.suppress(RuntimeError):
-            self._backend.abort()
-        return True
+            if backend is not None:
+                backend.abort()
 
     def begin_announcing(self, words: int) -> None:
         """A model is ready: its ranks say which parameters have a gradient in ``words`` words (the largest group decides)."""
@@ -95,10 +92,7 @@ class Ranks:
 
     def _begun(self, work: Any, keep: tuple[torch.Tensor, ...], label: str, then: Any = None) -> "Collective":
         self.started += 1
-        if not self._on_host:
-            self._newest = work
-        control = self.control if self._on_host else None
-        return Collective(work, keep, then, meter=self.meter, label=label, control=control)
+        return Collective(work, keep, then, meter=self.meter, label=label, control=self.control, blocks=self._on_host)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on each."""
@@ -113,12 +107,7 @@ class Ranks:
         """Every rank's object, by rank."""
         if self.size == 1:
             return [thing]
-        mine = pickle.dumps(thing)
-        sizes = [row[0] for row in self.control.exchange([len(mine)], "unwall.shard")]
-        part = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
-        whole = torch.empty(self.size * max(sizes), dtype=torch.uint8)
-        self.control.wait(self.control.all_gather(whole, part), "unwall.shard")
-        return [pickle.loads(bytes(row.tolist())) for row in whole.view(self.size, -1)]
+        return self.control.every(thing, "unwall.shard")
 
     def broadcast_object(self, thing: Any) -> Any:
         """Rank 0's object on every rank."""
@@ -154,14 +143,24 @@ def _control(group: "dist.ProcessGroup | None", backend: Any, rank: int, size: i
     """The control group beside ``group``: one for all models, because each costs threads and sockets."""
     if group is None or size == 1:
         return Control(None, None, rank, size, datetime.timedelta())
-    timeout = backend.options._timeout
+    timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
     if group not in _controls:
-        # Not torch's new_group. Ranks outside of the group, which may shard another model or none, have no part in it, and
-        # torch would name their next groups otherwise than those of the members: these would wait for each other.
-        store: Any = dist.distributed_c10d._world.pg_map[group][1]
-        control = dist.ProcessGroupGloo(PrefixStore("unwall/control", store), rank, size, timeout)
-        _controls[group] = control, Watch(PrefixStore("unwall/watch", store.clone()), rank, size)
+        watch = Watch(PrefixStore("unwall/watch", _store_of(group).clone()), rank, size)
+        _controls[group] = host_group(group, "control", timeout), watch
     return Control(*_controls[group], rank, size, timeout)
+
+
+def host_group(group: "dist.ProcessGroup", name: str, timeout: datetime.timedelta) -> Any:
+    """A gloo group of our own beside ``group``, for ``Control``. Its members call this together.
+
+    Not torch's new_group. Ranks outside of the group, which may shard another model or none, have no part in it, and torch
+    would name their next groups otherwise than those of the members: these would wait for each other."""
+    store = PrefixStore(f"unwall/{name}", _store_of(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+
+def _store_of(group: "dist.ProcessGroup") -> Any:
+    return dist.distributed_c10d._world.pg_map[group][1]
 
 
 class Collective:
@@ -175,14 +174,16 @@ class Collective:
         *,
         meter: LinkMeter | None = None,
         label: str = "",
-        control: Control | None = None,
+        control: Control,
+        blocks: bool,
     ) -> None:
         self._work = work
         self._keep = keep
         self._then = then
         self._meter = meter
         self._label = label
-        self._control = control  # where a wait blocks
+        self._control = control
+        self._blocks = blocks
         self._start = time.monotonic()
 
     def done(self) -> bool:
@@ -191,10 +192,7 @@ class Collective:
     def wait(self) -> None:
         if self._work is None:
             return
-        if self._control is None:
-            self._work.wait()
-        else:
-            self._control.wait(self._work, self._label)
+        self._control.wait(self._work, self._label, blocks=self._blocks)
         self._work = None
         if self._then is not None:
             self._then()

@@ -8,6 +8,7 @@ is not long costs nothing more than one in one piece.
 
 import atexit
 import datetime
+import pickle
 import time
 import weakref
 from collections.abc import Sequence
@@ -107,6 +108,15 @@ class Control:
         every = self.exchange(words, "an error")
         return [b"".join(word.to_bytes(7, "little") for word in row).decode(errors="ignore").strip() for row in every]
 
+    def every(self, thing: Any, where: str) -> list[Any]:
+        """Every rank's object, by rank."""
+        mine = pickle.dumps(thing)
+        sizes = [row[0] for row in self.exchange([len(mine)], where)]
+        part = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
+        whole = torch.empty(self.size * max(sizes), dtype=torch.uint8)
+        self.wait(self.all_gather(whole, part), where)
+        return [pickle.loads(row.numpy().tobytes()) for row in whole.view(self.size, -1)]
+
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Any:
         """Every rank's ``part``, in host memory, in flight."""
         return self.group._allgather_base(whole, part)
@@ -119,13 +129,17 @@ class Control:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def wait(self, work: Any, where: str, patience_s: float | None = None) -> bool:
+    def wait(self, work: Any, where: str, patience_s: float | None = None, *, blocks: bool = True) -> bool:
         """Waits for work in which all ranks take part. See [Note: waiting]. DivergedError when it does not come to its end.
 
-        ``patience_s``: gives up waiting after this time, with False; the work goes on."""
+        ``patience_s``: gives up waiting after this time, with False; the work goes on. Without ``blocks`` it is the device that
+        waits, and this returns at once."""
         limit = self.timeout.total_seconds() if patience_s is None else patience_s
         until = time.monotonic() + limit
         try:
+            if not blocks:
+                work.wait()
+                return True
             while not finished(work, min(LOOK_S, limit)):
                 if self.watch.end:
                     raise DivergedError(f"rank {self.rank} waits at {where}, but the ranks cannot go on: {self.watch.end}")

@@ -26,6 +26,8 @@ LOOK_S = 0.5
 """How often the thread looks into the store."""
 ANSWER_S = 3 * LOOK_S
 """After this time a rank whose process runs has answered."""
+CERTAIN = 4
+"""After so many looks a rank that has ended is given up where only the device waits for it: all may be ending just now."""
 MOST_TEXT = 2000
 """Characters of an error that the other ranks are told."""
 _GONE = (RuntimeError, OSError, ValueError)
@@ -33,10 +35,10 @@ _GONE = (RuntimeError, OSError, ValueError)
 
 
 class Stuck(Protocol):
-    """Has work on the device that will not end."""
+    """May have work on the device that will not end."""
 
-    def give_up(self) -> bool:
-        """Ends it. False: there is none yet."""
+    def give_up(self) -> None:
+        """Ends it."""
 
 
 class Process(NamedTuple):
@@ -65,6 +67,7 @@ class Watch:
         self._others = [other for other in range(size) if other != rank]
         self._heard = (-1, "")  # the number of a fault and its text
         self._asked = ""
+        self._dead_for = 0  # looks in a row
         self._processes: dict[int, Process] = {}
         self._set(f"who/{rank}", " ".join(map(str, (_machine(), os.getpid(), _look_up(os.getpid())[1]))))
         _begin_looking(self)
@@ -163,10 +166,12 @@ class Watch:
         if asked != self._asked:
             self._asked = asked
             self._set(f"sign/{self._rank}", f"{asked}\n{self._where()}")
-        if self.stuck and (self.end or self.dead()):
+        self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
+        if self.stuck and (self.end or self._dead_for >= CERTAIN):
+            self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"
             for stuck in list(self.stuck):
-                if stuck.give_up():
-                    self.stuck.discard(stuck)
+                stuck.give_up()
+            self.stuck.clear()
 
     def _where(self) -> str:
         place = self.place() if self.place is not None else None
