@@ -174,8 +174,8 @@ class Collective:
         *,
         meter: LinkMeter | None = None,
         label: str = "",
-        control: Control,
-        blocks: bool,
+        control: Control | None = None,
+        blocks: bool = False,
     ) -> None:
         self._work = work
         self._keep = keep
@@ -192,7 +192,10 @@ class Collective:
     def wait(self) -> None:
         if self._work is None:
             return
-        self._control.wait(self._work, self._label, blocks=self._blocks)
+        if self._control is None:
+            self._work.wait()
+        else:
+            self._control.wait(self._work, self._label, blocks=self._blocks)
         self._work = None
         if self._then is not None:
             self._then()
