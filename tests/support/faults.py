@@ -7,9 +7,9 @@ import signal
 import subprocess
 
 import torch
-from models import NestedNet
 from ranks import rank_and_world
 from reference import seeded, vectors
+from torch import nn
 
 import unwall
 from unwall.plans import Plan
@@ -18,6 +18,14 @@ from unwall.tiers.ledger import BudgetError
 
 STEPS = 5
 TIERS = ("device", "host", "disk")
+WIDTH = 64
+
+
+class Net(nn.Sequential):
+    """Several groups, of each of which every rank has a part."""
+
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
 
 
 class Boom(ArithmeticError):
@@ -31,7 +39,7 @@ def sharded(tier, folder):
     places = {} if tier == "device" else {"params": tier, "optimizer": tier}
     if tier == "disk":
         places |= {"grads": "disk", "disk": folder, "disk_bytes": "64MiB", "host_bytes": "64MiB"}
-    model = seeded(NestedNet)
+    model = seeded(Net)
     unwall.shard(model, Plan(compute_dtype=torch.float32, device_bytes="1MiB", **places))
     return model, unwall.AdamW(model.parameters(), lr=1e-2, speculate=False)
 
@@ -81,7 +89,7 @@ class Fault:
 def forward(model, number):
     torch.manual_seed(10 * number + rank_and_world()[0])
     device = next(model.parameters()).device
-    inputs, target = (tensor.to(device) for tensor in vectors())
+    inputs, target = (tensor.to(device) for tensor in vectors(width=WIDTH))
     return (model(inputs) - target).square().mean()
 
 
