@@ -142,7 +142,8 @@ class Control:
                 return True
             while not finished(work, min(LOOK_S, limit)):
                 if self.watch.end:
-                    raise DivergedError(f"rank {self.rank} waits at {where}, but the ranks cannot go on: {self.watch.end}")
+                    at = f"{where} ({self.watch.where()})"
+                    raise DivergedError(f"rank {self.rank} waits at {at}, but the ranks cannot go on: {self.watch.end}")
                 if time.monotonic() >= until:
                     if patience_s is not None:
                         return False
@@ -157,8 +158,8 @@ class Control:
         told = self.watch.end or self.watch.fault
         others = self.watch.describe_others() + (f"; told before: {told}" if told else "")
         error = DivergedError(
-            f"rank {self.rank} is at {where} and another rank did not answer ({why}). {others}. Did it fail, and do all ranks "
-            "run the same number of iterations, of training and of evaluation?"
+            f"rank {self.rank} is at {where} ({self.watch.where()}) and another rank did not answer ({why}). {others}. Did it "
+            "fail, and do all ranks run the same number of iterations, of training and of evaluation?"
         )
         self.watch.tell_end(str(error))
         return error

@@ -165,7 +165,7 @@ class Watch:
         asked = self._get("ask")
         if asked != self._asked:
             self._asked = asked
-            self._set(f"sign/{self._rank}", f"{asked}\n{self._where()}")
+            self._set(f"sign/{self._rank}", f"{asked}\n{self.where()}")
         self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
         if self.stuck and (self.end or self._dead_for >= CERTAIN):
             self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"
@@ -173,7 +173,8 @@ class Watch:
                 stuck.give_up()
             self.stuck.clear()
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The place of this rank."""
         place = self.place() if self.place is not None else None
         return place() if place is not None else "outside of the model"
 
