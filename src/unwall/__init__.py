@@ -7,11 +7,14 @@ from unwall.optim.ema import ema
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
 from unwall.runtime.grads import grads
+from unwall.shards.control import DivergedError, PeerError
 from unwall.tiers.ledger import BudgetError
 
 __all__ = [
     "AdamW",
     "BudgetError",
+    "DivergedError",
+    "PeerError",
     "Plan",
     "PlanError",
     "__version__",

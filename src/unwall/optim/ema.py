@@ -159,7 +159,7 @@ class Ema:
         """All ranks are here, and have averaged equally often."""
         engine = self._engine
         engine.edge()
-        engine.executor.together()
+        engine.executor.together("ema")
         counts = engine.ranks.every((self.updates,)) if counted else []
         if len({tuple(count) for count in counts}) > 1:
             raise RuntimeError(f"ema.update() was called {[count[0] for count in counts]} times by the ranks: all must call it")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from unwall.native.ticket import NativeTicket
+from unwall.optim.failed_step import told_to_all
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
 from unwall.optim.measure import Held, measure
 from unwall.optim.norm import check_order, clip_factor, norm_of
@@ -93,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.shown.clear(mine, set_to_none)
         self._clip = None
 
+    @told_to_all
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. Returns the closure's loss."""
@@ -141,6 +143,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clips this step's gradients to ``max_norm`` over all ranks and returns their norm. ``norm_type``: its order, any
         positive number or inf. The gradients are multiplied inside ``step``, or before someone looks at them."""
         order = check_order(norm_type)
+        for engine in self.engines():
+            engine.executor.note("clip_grad_norm_")
         self._clip_now()
         norm = self._norm(measure(self.engines(), self._complete(), order), order)
         if error_if_nonfinite and not bool(norm.isfinite()):

@@ -33,7 +33,7 @@ def _by_group(optimizer: ShardedOptimizer) -> Iterator[tuple[Engine, Group, list
 def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
     """State of every parameter that was stepped, by its number, as ``torch.optim`` counts. All ranks call it together."""
     for engine in optimizer.engines():
-        engine.executor.together()
+        engine.executor.together("state_dict of the optimizer")
     found: dict[int, dict[str, Any]] = {}
     for engine, group, members in _by_group(optimizer):
         stepped = [member for member in members if "step" in optimizer.state.get(member.param, {})]
@@ -42,7 +42,9 @@ def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
         for number, param, _ in stepped:
             found.setdefault(number, {"step": torch.tensor(float(optimizer.state[param]["step"]))})
         for key, store in optimizer.own.stores(group, optimizer.rule.specs(group)).items():
-            whole = whole_run(engine, group, store.tensor(write=False))
+            with engine.executor.prepared("state_dict of the optimizer"):
+                owned = store.tensor(write=False)
+            whole = whole_run(engine, group, owned)
             for number, _, slot in stepped:
                 if whole is not None:
                     place = group.layout.slots[slot]
@@ -60,7 +62,7 @@ def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) 
     if not engines or engines[0].ranks.size == 1:
         return states
     ranks, device = engines[0].ranks, engines[0].device.device
-    engines[0].executor.together()
+    engines[0].executor.together("load_state_dict of the optimizer")
     outline = {
         number: {name: _Outline(value.shape, value.dtype) if _is_large(value) else value for name, value in entry.items()}
         for number, entry in states.items()

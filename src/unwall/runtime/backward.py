@@ -33,8 +33,13 @@ class Arrived:
     def __call__(self, param: torch.Tensor) -> None:
         backward = self._backward()
         assert isinstance(param, nn.Parameter)
-        if backward is not None:
+        if backward is None:
+            return
+        try:
             backward.arrived(param)
+        except BaseException as error:
+            backward.failed(error)
+            raise
 
 
 class Backward:
@@ -107,10 +112,20 @@ class Backward:
 
     def restart(self) -> None:
         """A pass begins: nothing is left of the last one."""
-        if self._tasks:  # the last backward ended with an exception
-            self._end()
+        self.forget_interrupted()
         self._executor.pins.clear_soft()
         self._open_calls = [0] * len(self._open_calls)
+
+    def forget_interrupted(self) -> None:
+        """Nothing tells of a backward that ended with an exception."""
+        if self._tasks and torch._C._current_graph_task_id() == -1:
+            self._executor.agreement.fail("its backward ended with an exception", spoilt=True)
+            self._executor.agreement.rejoin()
+            self._end()
+
+    def failed(self, error: BaseException) -> None:
+        """A gradient could not be taken: the other ranks are told."""
+        self._executor.agreement.fail(error, spoilt=True)
 
     # -- what backward reads ------------------------------------------------------------------------------------------
 

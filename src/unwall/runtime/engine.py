@@ -22,6 +22,7 @@ from unwall.runtime.shown import Shown
 from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
+from unwall.shards.feign import Feigned
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
 from unwall.tiers.device import DeviceTier
@@ -51,7 +52,12 @@ class Engine:
         self.lane = ComputeLane(tiers.links)
         names, device = self._names, tiers.device.device
         self.executor = Executor(
-            groups, gradients, tiers.device.ledger, ranks.size, self.lane, lambda acts: Agreement(ranks, names, acts, device)
+            groups,
+            gradients,
+            tiers.device.ledger,
+            ranks.size,
+            self.lane,
+            lambda acts: Agreement(ranks, names, acts, device, Feigned(groups, gradients, ranks, device)),
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
@@ -112,9 +118,9 @@ class Engine:
             if method is not None:
                 methods.append(weakref.WeakMethod(method))
 
-    def together(self, what: str) -> None:  # noqa: ARG002 (named where ranks are told apart)
+    def together(self, what: str) -> None:
         """Something that all ranks must call at once: ``what`` it is. DivergedError, not a hang, when one of them does not."""
-        self.executor.together()
+        self.executor.together(what)
 
     def looked_at(self) -> None:
         """Someone is about to look at gradients, or to change them."""
@@ -201,11 +207,26 @@ class Engine:
         """What ``no_sync`` left on this rank is reduced, too. All ranks call it together."""
         self.edge()
         self.forward.forget_interrupted()
+        self.backward.forget_interrupted()
         for index, gradient in enumerate(self.gradients):
             if gradient.pending:
                 self.executor.reduce(index)
-        self.executor.end_step()
+        self.executor.end_step(meet=self._check_landed())
         self.settle()
+
+    def _check_landed(self) -> bool:
+        """Gradients on their way to a disk may not arrive on some rank. Then the step fails on all of them, before anything is
+        updated. True where there are such gradients."""
+        if self.ranks.size == 1 or all(group.home.grads != "disk" for group in self.groups):
+            return False
+        try:
+            self.settle()
+            for gradient in self.gradients:
+                gradient.check()
+        except BaseException as error:
+            self.executor.agreement.fail(error, spoilt=True)
+            raise
+        return True
 
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""

@@ -41,6 +41,7 @@ class Forward:
         self._backward = backward
         self._beginning = beginning
         self._frames: list[Frame] = []
+        self._handled = 0  # id of the exception in whose handler the outermost call was made
 
     @property
     def running(self) -> bool:
@@ -59,6 +60,7 @@ class Forward:
         else:
             if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
                 self._begin_pass()
+            self._handled = id(sys.exception())
             pair, caller = self.saved.watch(), sys._getframe(2)  # the call of the hook that called this
         frame = Frame(module, pair, caller)
         self._frames.append(frame)
@@ -73,6 +75,7 @@ class Forward:
             pair = self._frames[0].saved
             self._frames.clear()
             close_all(self._executor.groups)
+            self._executor.agreement.fail("its forward was interrupted")
             if pair is not None:
                 self.saved.unwatch(pair)
 
@@ -116,7 +119,11 @@ class Forward:
         if not self._frames and not torch.is_grad_enabled():
             self._executor.lane.leave()
         if not self._frames and self._ranks.size > 1 and torch._C._current_graph_task_id() == -1:
-            self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
+            error = sys.exception() if output is None else None
+            if error is not None and id(error) != self._handled:
+                self._executor.agreement.fail(error)
+            else:
+                self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
 
     def _begin_pass(self) -> None:
         self._backward.restart()

@@ -110,7 +110,7 @@ def take_in(engine: Engine) -> None:
 def _agree(engine: Engine, new: dict[str, nn.Parameter]) -> None:
     if engine.ranks.size == 1:
         return
-    engine.executor.together()
+    engine.executor.together("a model that changed after shard")
     outline = [(name, tuple(param.shape), param.dtype, param.requires_grad) for name, param in new.items()]
     every = engine.ranks.every(outline)
     for rank, other in enumerate(every):

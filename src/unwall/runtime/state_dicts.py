@@ -87,14 +87,18 @@ class StateDictHooks:
             if param is None or id(param) not in self._engine.loading:
                 continue
             self._engine.loading.discard(id(param))
-            put_whole(self._engine, param, param.data)
+            try:
+                put_whole(self._engine, param, param.data)
+            except BaseException as error:
+                self._engine.executor.agreement.fail(error, spoilt=False)
+                raise
             show_again(self._engine, param)
         if module is self._outermost:
             self._end()
 
     def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """See [Note: loading]."""
-        self._engine.executor.together()
+        self._engine.executor.together("load_state_dict")
         wanted = wanted_by(module, prefix, self._engine.places)
         every = self._engine.ranks.every(outline_of(state_dict, prefix, wanted, digests=self._engine.ranks.size > 1))
         problems = compare(every, wanted, self._strict)

@@ -8,7 +8,7 @@ changed replace the master's.
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ class WholeParams:
         self._engine = engine
         self._everywhere = everywhere
         self._given = given
+        self._what = "a parameter outside a forward" if given else "full_params" if everywhere else "state_dict"
         self._held: tuple[int, int] | None = None
         self._whole: torch.Tensor | None = None
         self._last: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
@@ -103,13 +104,13 @@ class WholeParams:
         slot = group.layout.slots[place.slot]
         device = self._engine.device.device if self._everywhere else None
         if group.own_numel == group.layout.padded_numel:
-            self._engine.executor.together()
-            if device is None and self._engine.ranks.rank > 0:
-                return None
-            return read_master(group, device, slot.offset, slot.end).detach().to(device or "cpu")
+            with self._engine.executor.prepared(self._what):
+                if device is None and self._engine.ranks.rank > 0:
+                    return None
+                return read_master(group, device, slot.offset, slot.end).detach().to(device or "cpu")
         if self._held != (place.group, self._engine.version):
-            self._engine.executor.together()
-            owned = read_master(group, device)
+            with self._engine.executor.prepared(self._what):
+                owned = read_master(group, device)
             self._whole = whole_run(self._engine, group, owned, self._everywhere)
             self._held = (place.group, self._engine.version)
         return None if self._whole is None else self._whole[slot.offset : slot.end]
@@ -204,7 +205,7 @@ def lend(
 ) -> Iterator[None]:
     """Inside, the parameters are whole, in full precision or in ``dtype``, on the device. ``rank``: whose writes count."""
     engine.edge()
-    engine.executor.together()
+    engine.executor.together("full_params")
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
     params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]
@@ -216,7 +217,8 @@ def lend(
             engine.lent.add(id(param))
             lent.append(param)
             lay_out(param, value if dtype is None else rounded(value, dtype))
-        yield
+        with engine.executor.prepared("full_params(write=True)") if write else nullcontext():
+            yield
         if write:
             for param in lent:
                 if engine.is_reshaped(param):

@@ -31,49 +31,28 @@ Where several models share the same ranks there are no scripts: their collective
 A rank alone needs none of it.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PENDING, STEP, WHOLE, Row
+from unwall.schedule.announcement import fingerprint as fingerprint_of_words
 from unwall.schedule.backend import Acts
-from unwall.schedule.script import GATHER, REDUCE, SUM, Book, Follow, Op, Script, Turn, fingerprint
+from unwall.schedule.script import GATHER, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
+from unwall.schedule.standing import Promise, Standing
 from unwall.shards.collectives import Ranks
-from unwall.shards.control import DivergedError, unpack_bits
+from unwall.shards.control import unpack_bits
+from unwall.shards.feign import Feigned
 
 MOST_SINCE_STEP = 128
 """Forwards and backwards since the step that are told apart; those beyond are taken to be alike."""
 
 
-class _Reduced(NamedTuple):
-    """A reduction by script."""
-
-    group: int
-    assumed: set[int]
-    own: tuple[int, ...]
-
-
-@dataclass
-class _Segment:
-    """From one meeting to the next."""
-
-    situation: Hashable
-    follow: Follow | None = None
-    models: int = 0
-    """Models that had been sharded over these ranks when it began."""
-    negotiated: list[Turn] = field(default_factory=list)
-    deviated: bool = False
-    reduced: list[_Reduced] = field(default_factory=list)
-    known: dict[int, set[int]] = field(default_factory=dict)
-    """By group: parameters that surely have a gradient, apart from what reductions by script assume."""
-
-
 class Agreement:
     """One rank's side of it. See [Note: agreement]."""
 
-    def __init__(self, ranks: Ranks, names: Sequence[str], acts: Acts, device: torch.device) -> None:
+    def __init__(self, ranks: Ranks, names: Sequence[str], acts: Acts, device: torch.device, feigned: Feigned) -> None:
         self._ranks = ranks
         self._control = ranks.control
         self._names = names
@@ -81,13 +60,12 @@ class Agreement:
         self._none = torch.zeros(2, dtype=torch.float64, device=device)
         self._values = self._total = self._none
         self._book = Book()
-        self._segment = _Segment(None)
-        self._forwards = self._backwards = self._steps = 0
+        self._segment = Segment(None)
+        self._standing = Standing(ranks, names, feigned, self._take_promises, self._regroup)
         self._last: tuple[int, ...] = ()  # meeting, and what it was about
         self._since_step = 0  # forwards with gradients, and backwards
         self._settled = True  # no rank has gradients that were not reduced
-        self._owed: tuple[Op, set[int], bool] | None = None  # see _pay
-        self._apart = ""  # how the ranks diverged: they cannot find together again
+        self._performing: tuple[Op, int] | None = None  # and how many collectives of data had begun before
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -118,13 +96,13 @@ class Agreement:
     # -- meetings -----------------------------------------------------------------------------------------------------
 
     def begin_pass(self, grad: bool) -> None:
-        self._check()
-        self._forwards += 1
+        self._standing.anew()
+        self._standing.forwards += 1
         self._since_step = min(self._since_step + grad, MOST_SINCE_STEP)
 
     def end_forward(self, grad: bool, sync: bool, steady: bool) -> None:
         """``steady``: the pass so far went as predicted. See ``Book``."""
-        if self._ranks.size == 1 or self._apart:  # then the forward ends because that was raised in it
+        if self._ranks.size == 1:
             return
         self._meet(END_FORWARD, (grad, sync), steady)
         self._settled = self._settled and not grad
@@ -134,23 +112,25 @@ class Agreement:
         if self._ranks.size == 1:
             return
         rows = self._meet(END_BACKWARD, (sync,), steady, PENDING if pending else 0)
-        self._backwards += 1
+        self._standing.backwards += 1
         self._since_step = min(self._since_step + 1, MOST_SINCE_STEP)
         self._settled = not any(row.flags & PENDING for row in rows)
 
-    def end_step(self, steady: bool) -> None:
-        """Before the update: everything was reduced, on all ranks."""
+    def end_step(self, steady: bool, meet: bool = False) -> None:
+        """Before the update: everything was reduced, on all ranks. ``meet``: and all of them say that they are ready for it."""
         if self._ranks.size == 1:
             return
-        if not self._settled:
+        self._standing.anew()
+        if meet or not self._settled:
             self._meet(STEP, (), steady)
             self._settled = True
-        self._steps += 1
+        self._standing.steps += 1
         self._since_step = 0
 
-    def together(self) -> None:
+    def together(self, what: str) -> None:
         """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
         if self._ranks.size > 1:
+            self._standing.anew(what)
             self._meet(WHOLE, (), steady=False)
 
     @property
@@ -158,17 +138,74 @@ class Agreement:
         """No rank keeps gradients that were not reduced. The same answer on every rank."""
         return self._settled
 
+    @contextmanager
+    def prepared(self, what: str) -> Iterator[None]:
+        """The same at the end of what is inside, which each rank does alone. Where that fails on one rank, it fails on all."""
+        if self._ranks.size == 1:
+            yield
+            return
+        self._standing.anew(what)
+        try:
+            self._serve_rest()
+            yield
+        except BaseException as error:
+            self._standing.fail(error, spoilt=False)
+            raise
+        self._meet(WHOLE, (), steady=False)
+
+    def note(self, what: str) -> None:
+        """Something that all ranks must call before they exchange words again."""
+        self._standing.noted.append(what)
+
+    # -- faults: see [Note: faults] in schedule/standing.py -----------------------------------------------------------
+
+    def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None:
+        """This rank cannot go on with its pass. ``spoilt``: nor can the gradients since the last step be used (None: not after
+        a fault in a backward)."""
+        self._standing.fail(error, in_backward() if spoilt is None else spoilt)
+
+    def fail_for_good(self, error: BaseException) -> None:
+        """This rank failed where the others may have updated the model."""
+        self._standing.fail_for_good(error)
+
+    def rejoin(self) -> None:
+        """After a fault of this rank: returns when all ranks know of it."""
+        self._standing.rejoin()
+
+    def _take_promises(self) -> Iterator[Promise]:
+        if self._performing is not None:
+            op, before = self._performing
+            self._performing = None
+            yield Promise(op, self._ranks.started - before)
+        follow = self._following()
+        for turn in follow.go_to_end() if follow is not None else ():
+            yield Promise(turn.op)
+
+    def _regroup(self, spoilt: bool) -> None:
+        """All ranks have met after a fault."""
+        self._performing = None
+        self._segment, self._last = Segment(None), ()
+        if spoilt:
+            self._since_step, self._settled = 0, True
+        self._acts.abandon(spoilt)
+
     # -- by script ----------------------------------------------------------------------------------------------------
 
     def _following(self) -> Follow | None:
         segment = self._segment
         if segment.follow is not None and segment.models != self._control.models_begun:
-            self._segment = _Segment(None)  # another model was sharded: all ranks did that here
+            self._segment = Segment(None)  # another model was sharded: all ranks did that here
         return self._segment.follow
 
     def _take(self, op: Op, own: tuple[int, ...] = ()) -> None:
-        if self._pay() == op:
-            return
+        try:
+            self._standing.ready()
+            self._go_to(op, own)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _go_to(self, op: Op, own: tuple[int, ...]) -> None:
         follow = self._following()
         turns = None if follow is None else follow.go_to(op)
         if turns is None:
@@ -179,7 +216,6 @@ class Agreement:
             self._perform_turn(turn, wanted=turn.op == op, own=own)
 
     def _serve_rest(self) -> None:
-        self._pay()
         follow = self._following()
         for turn in follow.go_to_end() if follow is not None else ():
             self._perform_turn(turn, wanted=False)
@@ -190,7 +226,7 @@ class Agreement:
             own = own if wanted else (0,) * len(turn.present)
             segment.deviated |= own != turn.own
             self._know(turn.op.group, set())
-            segment.reduced.append(_Reduced(turn.op.group, unpack_bits(turn.present), own))
+            segment.reduced.append(Reduced(turn.op.group, unpack_bits(turn.present), own))
         elif turn.wanted and not wanted:
             segment.deviated = True
         self._perform(turn.op, unpack_bits(turn.present), wanted)
@@ -214,27 +250,37 @@ class Agreement:
 
     def _negotiate(self, op: Op, own: tuple[int, ...]) -> None:
         while True:
-            rows = self._announce(op.kind, op.group)
+            rows = self._standing.announce(op.kind, op.group)
             served = next(row.op for row in rows if row.op is not None)
             self._serve(served, op, own)
             if served == op:
                 return
 
     def _meet(self, point: int, about: tuple[bool, ...], steady: bool, flags: int = 0) -> list[Row]:
+        try:
+            self._standing.ready()
+            return self._meet_at(point, about, steady, flags)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _meet_at(self, point: int, about: tuple[bool, ...], steady: bool, flags: int) -> list[Row]:
         self._serve_rest()
         before, self._last = self._last, (point, *about)
         situation = None if point == WHOLE else (before, self._last, self._since_step)
         expected = None if situation is None or not self._control.only_model else self._book.expected(situation)
         script = 0 if expected is None else fingerprint(expected)
         flags |= DEVIATED if self._segment.deviated else 0
+        what = fingerprint_of_words([self._standing.called]) if point == WHOLE else 0
         while True:
-            rows = self._announce(point, script=script, flags=flags)
+            rows = self._standing.announce(point, what, script=script, flags=flags)
             served = next((row.op for row in rows if row.op is not None), None)
             if served is None:
                 break
             self._serve(served)
-        if any(row.kind != point for row in rows):
-            raise self._diverged(rows)
+        if any((row.kind, row.group) != (point, rows[0].group) for row in rows):
+            raise self._standing.diverged(rows)
+        self._standing.noted.clear()
         deviated = any(row.flags & DEVIATED for row in rows)
         held = self._close(deviated, steady, learn=point != WHOLE)
         agreed = held and script != 0 and all(row.script == script for row in rows)
@@ -259,20 +305,7 @@ class Agreement:
 
     def _begin(self, situation: Hashable, script: Script | None) -> None:
         follow = None if script is None else Follow(script)
-        self._segment = _Segment(situation, follow, self._control.models_begun)
-
-    def _announce(self, kind: int, group: int = 0, script: int = 0, flags: int = 0) -> list[Row]:
-        """Every rank's row. DivergedError, on each of them, when they are not in the same forward, backward and step."""
-        self._check()
-        mine = Row(self._control.model, kind, group, self._forwards, self._backwards, self._steps, script, flags)
-        try:
-            rows = [Row(*row) for row in self._control.exchange(mine, mine.what(self._control.model, self._names))]
-        except DivergedError as error:
-            self._apart = str(error)
-            raise
-        if any((row.model, *row[3:6]) != (mine.model, *mine[3:6]) for row in rows):
-            raise self._diverged(rows)
-        return rows
+        self._segment = Segment(situation, follow, self._control.models_begun)
 
     def _serve(self, op: Op, mine: Op | None = None, own: tuple[int, ...] = ()) -> None:
         """All ranks take part in the collective that one of them wants."""
@@ -286,19 +319,11 @@ class Agreement:
         self._segment.negotiated.append(Turn(op, present, wanted, own if wanted else (0,) * len(present)))
         self._perform(op, unpack_bits(present), wanted)
 
-    def _pay(self) -> Op | None:
-        """A collective in which this rank failed (a drive, memory, an interrupt) is owed: the others are in it. It comes before
-        anything else, so that no two collectives are mixed up."""
-        if self._owed is None:
-            return None
-        owed = self._owed
-        self._perform(*owed)
-        return owed[0]
-
     def _perform(self, op: Op, present: set[int], wanted: bool) -> None:
-        self._owed = (op, present, wanted)
+        self._performing = op, self._ranks.started
+        self._standing.at = op
         self._act(op, present, wanted)
-        self._owed = None
+        self._performing = None
 
     def _act(self, op: Op, present: set[int], wanted: bool) -> None:
         if op.kind == GATHER:
@@ -308,23 +333,9 @@ class Agreement:
         else:
             self._total = self._ranks.all_reduce_sum(self._values if wanted else self._none)
 
-    # -- errors -------------------------------------------------------------------------------------------------------
 
-    def _diverged(self, rows: list[Row]) -> DivergedError:
-        places = [
-            f"rank {rank} is at {row.what(self._control.model, self._names)} "
-            f"(forward {row.forwards}, after {row.backwards} backwards, {row.steps} steps)"
-            for rank, row in enumerate(rows)
-        ]
-        self._apart = (
-            f"the ranks are not at the same point: {'; '.join(places)}. All ranks must run the same forwards, backwards and "
-            "steps, and call state_dict, full_params and the like together"
-        )
-        return DivergedError(self._apart)
-
-    def _check(self) -> None:
-        if self._apart:
-            raise DivergedError(f"the ranks have diverged before, and this model cannot be used any more: {self._apart}")
+def in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _either(words: Sequence[int]) -> int:

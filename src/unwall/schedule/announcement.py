@@ -1,21 +1,23 @@
 """What a rank announces when the ranks agree on what comes next. See [Note: agreement] in schedule/agreement.py."""
 
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from unwall.schedule.script import GATHER, REDUCE, SUM, Op
 
-END_FORWARD, END_BACKWARD, STEP, WHOLE = 11, 12, 13, 14
-"""Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once."""
+END_FORWARD, END_BACKWARD, STEP, WHOLE, FAILED = 11, 12, 13, 14, 15
+"""Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once. FAILED: the rank cannot go on with its pass."""
 _WHAT = {
     SUM: "the norm of the gradients",
     END_FORWARD: "the end of a forward",
     END_BACKWARD: "the end of a backward",
     STEP: "a step",
-    WHOLE: "state_dict, load_state_dict or full_params",
+    FAILED: "an error",
 }
-DEVIATED, PENDING = 1, 2
-"""Flags: it contributed something else than its script says; it keeps gradients that were not reduced."""
+DEVIATED, PENDING, TOLD, SPOILT = 1, 2, 4, 8
+"""Flags: it contributed something else than its script says; it keeps gradients that were not reduced; it failed because it
+was told of another rank's fault; the gradients since the last step are not to be used."""
 
 
 class Row(NamedTuple):
@@ -24,9 +26,12 @@ class Row(NamedTuple):
     model: int
     kind: int
     group: int
+    """At WHOLE: the fingerprint of what is called."""
     forwards: int
     backwards: int
     steps: int
+    calls: int
+    """The fingerprint of what else it has called since the last meeting, 0 where it is nothing."""
     script: int
     """At a meeting: the fingerprint of what it expects until the next one, 0 where it expects nothing."""
     flags: int
@@ -35,10 +40,21 @@ class Row(NamedTuple):
     def op(self) -> Op | None:
         return Op(self.kind, self.group) if self.kind in (GATHER, REDUCE, SUM) else None
 
-    def what(self, model: int, names: Sequence[str]) -> str:
-        """In words, for a rank of ``model`` whose groups have these ``names``."""
-        if self.model != model:
-            return "another sharded model"
-        if self.kind in _WHAT:
-            return _WHAT[self.kind]
-        return f"the {'parameters' if self.kind == GATHER else 'gradients'} of {names[self.group]}"
+    @property
+    def point(self) -> tuple[int, ...]:
+        """What must be the same on all ranks."""
+        return self.model, self.forwards, self.backwards, self.steps, self.calls
+
+
+def fingerprint(words: Sequence[str]) -> int:
+    """A positive number, the same for the same words on every rank; 0 for none."""
+    return zlib.crc32("\n".join(words).encode()) | 1 if words else 0
+
+
+def in_words(row: Row, names: Sequence[str], called: str) -> str:
+    """Where a rank is whose groups have these ``names``; at WHOLE it has ``called`` something."""
+    if row.kind == WHOLE:
+        return called
+    if row.kind in _WHAT:
+        return _WHAT[row.kind]
+    return f"the {'parameters' if row.kind == GATHER else 'gradients'} of {names[row.group]}"

@@ -5,6 +5,7 @@ The engine's groups and gradients (``shards/``) move bytes. The planner's (``pla
 a virtual clock. Both are driven by the same executor over a ledger of the device, so what is predicted is what is decided.
 """
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -108,6 +109,9 @@ class Acts(Protocol):
 
     def correct_present(self, index: int, wrong: set[int], missing: set[int]) -> None: ...
 
+    def abandon(self, spoilt: bool) -> None:
+        """A pass failed on some rank. ``spoilt``: the gradients since the last step are not to be used."""
+
 
 class AgreementBackend(Protocol):
     """Which collective comes next, as all ranks agree. See [Note: agreement] in schedule/agreement.py."""
@@ -126,9 +130,19 @@ class AgreementBackend(Protocol):
 
     def end_backward(self, sync: bool, steady: bool, pending: bool) -> None: ...
 
-    def end_step(self, steady: bool) -> None: ...
+    def end_step(self, steady: bool, meet: bool = False) -> None: ...
 
-    def together(self) -> None: ...
+    def together(self, what: str) -> None: ...
+
+    def note(self, what: str) -> None: ...
+
+    def prepared(self, what: str) -> AbstractContextManager[None]: ...
+
+    def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None: ...
+
+    def fail_for_good(self, error: BaseException) -> None: ...
+
+    def rejoin(self) -> None: ...
 
     @property
     def settled(self) -> bool:

@@ -10,9 +10,10 @@ therefore makes room for what another rank may ask it to serve meanwhile, too.
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Generic, TypeVar
 
+from unwall.native.library import DiskError
 from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, GroupBackend, Lane
 from unwall.schedule.limit import Limit
 from unwall.schedule.pins import Pins
@@ -98,8 +99,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
             if new:
                 self.lane.enter(self.groups[index].name)
                 self._work_ahead()
-        except BaseException:
+        except BaseException as error:
             self.pins.remove(index)
+            self.agreement.fail(error)
             raise
 
     def release(self, index: int) -> None:
@@ -302,13 +304,38 @@ class Executor(Generic[AnyGroup, AnyGradient]):
     def end_backward(self, sync: bool) -> None:
         self.agreement.end_backward(sync, self.trace.known, any(gradient.pending for gradient in self.gradients))
 
-    def end_step(self) -> None:
-        """Nothing is left to reduce on this rank. Returns when that is so on all of them."""
-        self.agreement.end_step(self.trace.known)
+    def end_step(self, meet: bool = False) -> None:
+        """Nothing is left to reduce on this rank. Returns when that is so on all of them. ``meet``: they say so in any case."""
+        self.agreement.end_step(self.trace.known, meet)
 
-    def together(self) -> None:
-        """Something that all ranks must call at once. DivergedError, instead of a hang, when one of them does not."""
-        self.agreement.together()
+    def together(self, what: str) -> None:
+        """Something that all ranks must call at once: ``what``, in a word or two, as its user calls it ("state_dict").
+
+        One exchange. DivergedError on every rank, instead of a hang, when one of them is at something else; it says who called
+        what."""
+        self.agreement.together(what)
+
+    def prepared(self, what: str) -> AbstractContextManager[None]:
+        """The same at the end of what is inside, which each rank does alone (reading its shard from disk) before a collective.
+        Where that fails on one rank, all raise: it its own error, the others PeerError."""
+        return self.agreement.prepared(what)
+
+    def note(self, what: str) -> None:
+        """The same without an exchange, for what runs often ("clip_grad_norm_"): whether all ranks called it is compared at
+        their next exchange."""
+        self.agreement.note(what)
+
+    def abandon(self, spoilt: bool) -> None:
+        """A pass failed on some rank: what was gathered may hold nothing of use, and so may, if ``spoilt``, the gradients."""
+        for index in range(len(self.groups)):
+            with suppress(DiskError):
+                self.invalidate(index)
+        if spoilt:
+            self._reducing.clear()
+            self._reduced.clear()
+            for gradient in self.gradients:
+                with suppress(DiskError):
+                    gradient.clear()
 
     def join_gather(self, index: int) -> None:
         """Takes part in a gather, whether this rank needs it or another one."""

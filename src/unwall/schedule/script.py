@@ -123,3 +123,26 @@ class Book:
         if situation in self._entries:
             entry = self._entries[situation]
             entry.repeats, entry.needed = 0, min(2 * entry.needed, MOST_REPEATS)
+
+
+class Reduced(NamedTuple):
+    """A reduction by script."""
+
+    group: int
+    assumed: set[int]
+    own: tuple[int, ...]
+
+
+@dataclass
+class Segment:
+    """From one meeting to the next."""
+
+    situation: Hashable
+    follow: Follow | None = None
+    models: int = 0
+    """Models that had been sharded over these ranks when it began."""
+    negotiated: list[Turn] = field(default_factory=list)
+    deviated: bool = False
+    reduced: list[Reduced] = field(default_factory=list)
+    known: dict[int, set[int]] = field(default_factory=dict)
+    """By group: parameters that surely have a gradient, apart from what reductions by script assume."""

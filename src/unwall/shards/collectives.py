@@ -1,15 +1,20 @@
 """Collectives over the ranks that share a model. Which one is next: see [Note: agreement] in schedule/agreement.py."""
 
 import atexit
+import contextlib
+import datetime
+import pickle
 import time
 import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from unwall.shards import default_hooks
-from unwall.shards.control import TIMEOUT, Control, DivergedError, all_gather_flat
+from unwall.shards.control import Control, all_gather_flat
+from unwall.shards.watch import Watch
 from unwall.tiers.meter import LinkMeter
 
 
@@ -21,20 +26,36 @@ class Ranks:
 
     def __init__(self, group: "dist.ProcessGroup | None" = None, device: str = "cpu") -> None:
         self._group = group
+        self._backend: Any = None
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self._on_host = True
         self.meter: LinkMeter | None = None
         """Counts collectives, where someone wants to know. On an accelerator the time is that of the caller's wait."""
         if group is not None and self.size > 1:
-            self._on_host = "gloo" in str(group._get_backend(torch.device(device)).name()).lower()
-        self.control = Control(_control_group(group) if group is not None and self.size > 1 else None, self.rank, self.size)
+            self._backend = group._get_backend(torch.device(device))
+            self._on_host = "gloo" in str(self._backend.name()).lower()
+        self.control = _control(group, self._backend, self.rank, self.size)
+        self.started = 0
+        """Collectives of data that were begun."""
+        if not self._on_host:
+            self.control.watch.stuck.add(self)
         _live.add(self)
 
     def let_go(self) -> None:
-        """Keeps the process groups no longer."""
-        self._group = None
+        """Keeps the process groups no longer. Where the ranks could not go on, works in flight would hold up the end."""
+        if self.size > 1 and self._group is not None and self.control.watch.end:
+            with contextlib.suppress(RuntimeError):
+                self._backend.abort()
+        self._group = self._backend = None
         self.control.let_go()
+
+    def give_up(self) -> None:
+        """The ranks cannot go on: a collective that the device waits in would never end, nor would whoever waits for that."""
+        backend = self._backend
+        with contextlib.suppress(RuntimeError):
+            if backend is not None:
+                backend.abort()
 
     def begin_announcing(self, words: int) -> None:
         """A model is ready: its ranks say which parameters have a gradient in ``words`` words (the largest group decides)."""
@@ -42,20 +63,20 @@ class Ranks:
 
     def all_gather_on_host(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """The same for host memory, whatever the ranks use for the device."""
-        all_gather_flat(whole, shard, group=self.control.group)
+        self.control.wait(self.control.all_gather(whole, shard), "the parameters of a model under construction")
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
         with default_hooks.hidden():
             work = all_gather_flat(_as_bytes(whole), _as_bytes(shard), group=self._group, async_op=True)
-        return Collective(work, keep=(whole, shard), meter=self.meter, label="all-gather")
+        return self._begun(work, (whole, shard), "all-gather")
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Collective":
         """``shard`` becomes the sum over ranks of their ``whole``'s part for this rank."""
         if not self._on_host:
             with default_hooks.hidden():
                 scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
-            return Collective(scattered, keep=(whole, shard), meter=self.meter, label="reduce-scatter")
+            return self._begun(scattered, (whole, shard), "reduce-scatter")
         # gloo's own reduce-scatter moves N times the bytes. Exchange the parts and add them here, always in rank order.
         parts = torch.empty_like(whole)
         with default_hooks.hidden():
@@ -67,41 +88,48 @@ class Ranks:
             for row in rows[1:]:
                 shard.add_(row)
 
-        return Collective(work, keep=(whole, parts), then=add, meter=self.meter, label="reduce-scatter")
+        return self._begun(work, (whole, parts), "reduce-scatter", add)
+
+    def _begun(self, work: Any, keep: tuple[torch.Tensor, ...], label: str, then: Any = None) -> "Collective":
+        self.started += 1
+        return Collective(work, keep, then, meter=self.meter, label=label, control=self.control, blocks=self._on_host)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on each."""
         if self.size == 1:
             return values
         every = values.new_empty(self.size * values.numel())
-        all_gather_flat(every, values.reshape(-1), group=self._group)
+        work = all_gather_flat(every, values.reshape(-1), group=self._group, async_op=True)
+        self._begun(work, (), "the norm of the gradients").wait()
         return every.view(self.size, *values.shape).sum(0)
 
     def merge(self, whole: torch.Tensor) -> None:
         """Each rank has filled elements of its own and left the others zero: now every rank has all of them, bit by bit."""
         if self.size > 1:
-            dist.all_reduce(whole.view(-1).view(torch.uint8), group=self._group)
+            work = dist.all_reduce(whole.view(-1).view(torch.uint8), group=self._group, async_op=True)
+            self._begun(work, (whole,), "values of a gradient").wait()
 
     def every(self, thing: Any) -> list[Any]:
         """Every rank's object, by rank."""
         if self.size == 1:
             return [thing]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, thing, group=self.control.group)
-        return found
+        return self.control.every(thing, "unwall.shard")
 
     def broadcast_object(self, thing: Any) -> Any:
         """Rank 0's object on every rank."""
         if self.size == 1:
             return thing
-        box = [thing]
-        dist.broadcast_object_list(box, group=self.control.group, group_src=0)
-        return box[0]
+        given = pickle.dumps(thing) if self.rank == 0 else b""
+        size = self.control.exchange([len(given)], "rank 0's part")[0][0]
+        moved = torch.frombuffer(bytearray(given.ljust(size)), dtype=torch.uint8)
+        self.control.wait(self.control.broadcast(moved), "rank 0's part")
+        return pickle.loads(moved.numpy().tobytes())
 
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
         """One rank's values on every rank."""
         if self.size > 1:
-            dist.broadcast(_as_bytes(tensor), group=self._group, group_src=rank)
+            work = dist.broadcast(_as_bytes(tensor), group=self._group, group_src=rank, async_op=True)
+            self._begun(work, (tensor,), "broadcast").wait()
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,7 +138,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _live: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
-_controls: dict["dist.ProcessGroup", "dist.ProcessGroup"] = {}
+_controls: dict["dist.ProcessGroup", tuple[Any, Watch]] = {}
 
 
 @atexit.register
@@ -122,13 +150,28 @@ def _let_go_of_groups() -> None:
     _controls.clear()
 
 
-def _control_group(group: "dist.ProcessGroup") -> "dist.ProcessGroup":
-    """The CPU group for announcements beside ``group``: one for all models, because each costs threads and sockets."""
+def _control(group: "dist.ProcessGroup | None", backend: Any, rank: int, size: int) -> Control:
+    """The control group beside ``group``: one for all models, because each costs threads and sockets."""
+    if group is None or size == 1:
+        return Control(None, None, rank, size, datetime.timedelta())
+    timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
     if group not in _controls:
-        members = dist.get_process_group_ranks(group)
-        # Only the members take part: the other ranks may shard another model, or none.
-        _controls[group] = dist.new_group(members, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
-    return _controls[group]
+        watch = Watch(PrefixStore("unwall/watch", _store_of(group).clone()), rank, size)
+        _controls[group] = host_group(group, "control", timeout), watch
+    return Control(*_controls[group], rank, size, timeout)
+
+
+def host_group(group: "dist.ProcessGroup", name: str, timeout: datetime.timedelta) -> Any:
+    """A gloo group of our own beside ``group``, for ``Control``. Its members call this together.
+
+    Not torch's new_group. Ranks outside of the group, which may shard another model or none, have no part in it, and torch
+    would name their next groups otherwise than those of the members: these would wait for each other."""
+    store = PrefixStore(f"unwall/{name}", _store_of(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+
+def _store_of(group: "dist.ProcessGroup") -> Any:
+    return dist.distributed_c10d._world.pg_map[group][1]
 
 
 class Collective:
@@ -142,12 +185,16 @@ class Collective:
         *,
         meter: LinkMeter | None = None,
         label: str = "",
+        control: Control | None = None,
+        blocks: bool = False,
     ) -> None:
         self._work = work
         self._keep = keep
         self._then = then
         self._meter = meter
         self._label = label
+        self._control = control
+        self._blocks = blocks
         self._start = time.monotonic()
 
     def done(self) -> bool:
@@ -156,13 +203,10 @@ class Collective:
     def wait(self) -> None:
         if self._work is None:
             return
-        try:
+        if self._control is None:
             self._work.wait()
-        except RuntimeError as error:
-            raise DivergedError(
-                f"{self._label} failed because another rank did not take part ({error}): did it fail, and do all ranks run the "
-                "same number of iterations, of training and of evaluation?"
-            ) from error
+        else:
+            self._control.wait(self._work, self._label, blocks=self._blocks)
         self._work = None
         if self._then is not None:
             self._then()

@@ -1,7 +1,15 @@
-"""The exchange of a few words between the ranks of a model, apart from the data: how they agree, and on what."""
+"""The exchange of a few words between the ranks of a model, apart from the data: how they agree, and on what.
+
+[Note: waiting]
+A wait for other ranks takes place in short pieces, which torch's works allow (``wait(timeout)`` raises and leaves the work as
+it is). Between two of them a rank looks whether another one has written that it cannot go on (shards/watch.py). A wait that
+is not long costs nothing more than one in one piece.
+"""
 
 import atexit
 import datetime
+import pickle
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -9,26 +17,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = datetime.timedelta(minutes=10)
+from unwall.shards.watch import LOOK_S, Watch
+
+TEXT_WORDS = 64
+"""For a text that ranks tell each other, 7 bytes in each."""
 
 
 class DivergedError(RuntimeError):
     """The ranks are not at the same point of the training loop, or one of them does not come to it."""
 
 
+class PeerError(DivergedError):
+    """Another rank failed, and raised its own error. What was under way is given up on all ranks; they can go on together."""
+
+
+class Exchange:
+    """Words on their way."""
+
+    def __init__(self, work: Any, every: torch.Tensor, size: int) -> None:
+        self.work = work
+        self._every = every
+        self._size = size
+
+    def rows(self) -> list[list[int]]:
+        """Every rank's words, once they are there."""
+        return self._every.view(self._size, -1).tolist()
+
+
 class Control:
     """The control group of one model. Every exchange blocks until all ranks have come to it."""
 
-    def __init__(self, group: "dist.ProcessGroup | None", rank: int, size: int) -> None:
+    def __init__(self, group: Any, watch: Watch | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
         self.group = group
         self.rank = rank
         self.size = size
+        self.timeout = timeout
+        """How long a rank waits for another one: that of the process group."""
         self.exchanges = 0
         """Since the statistics were reset."""
         self.model = 0
         """The model's number, counted alike on every rank of the group."""
         self.bit_words = 0
         """Words that say which parameters of a group have a gradient; the largest group decides."""
+        self._watch = watch
+
+    @property
+    def watch(self) -> Watch:
+        assert self._watch is not None, "a rank alone watches nobody"
+        return self._watch
 
     def begin(self, bit_words: int) -> None:
         """The model is ready. All ranks call it together."""
@@ -39,7 +75,7 @@ class Control:
 
     def let_go(self) -> None:
         """Keeps the process group no longer."""
-        self.group = None
+        self.group = self._watch = None
 
     @property
     def models_begun(self) -> int:
@@ -51,18 +87,93 @@ class Control:
         """Whether no other model of this process uses the same ranks."""
         return all(other is self or other.group is not self.group for other in _live)
 
-    def exchange(self, words: Sequence[int], where: str) -> list[list[int]]:
-        """Every rank's words, by rank: as many on each. DivergedError, naming ``where``, when another rank does not answer."""
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    def begin_exchange(self, words: Sequence[int]) -> Exchange:
+        """Sends this rank's words."""
         self.exchanges += 1
         every = torch.empty(self.size * len(words), dtype=torch.int64)
+        return Exchange(self.all_gather(every, torch.tensor(words, dtype=torch.int64)), every, self.size)
+
+    def exchange(self, words: Sequence[int], where: str) -> list[list[int]]:
+        """Every rank's words, by rank: as many on each. DivergedError, naming ``where``, when another rank does not answer."""
+        exchange = self.begin_exchange(words)
+        self.wait(exchange.work, where)
+        return exchange.rows()
+
+    def tell(self, text: str) -> list[str]:
+        """Every rank's text, by rank, cut to what fits."""
+        given = text.encode()[: 7 * TEXT_WORDS].ljust(7 * TEXT_WORDS)
+        words = [int.from_bytes(given[at : at + 7], "little") for at in range(0, len(given), 7)]
+        every = self.exchange(words, "an error")
+        return [b"".join(word.to_bytes(7, "little") for word in row).decode(errors="ignore").strip() for row in every]
+
+    def every(self, thing: Any, where: str) -> list[Any]:
+        """Every rank's object, by rank."""
+        mine = pickle.dumps(thing)
+        sizes = [row[0] for row in self.exchange([len(mine)], where)]
+        part = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
+        whole = torch.empty(self.size * max(sizes), dtype=torch.uint8)
+        self.wait(self.all_gather(whole, part), where)
+        return [pickle.loads(row.numpy().tobytes()) for row in whole.view(self.size, -1)]
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Any:
+        """Every rank's ``part``, in host memory, in flight."""
+        return self.group._allgather_base(whole, part)
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Rank 0's values, in host memory, in flight."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self.group.broadcast([tensor], options)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def wait(self, work: Any, where: str, patience_s: float | None = None, *, blocks: bool = True) -> bool:
+        """Waits for work in which all ranks take part. See [Note: waiting]. DivergedError when it does not come to its end.
+
+        ``patience_s``: gives up waiting after this time, with False; the work goes on. Without ``blocks`` it is the device that
+        waits, and this returns at once."""
+        limit = self.timeout.total_seconds() if patience_s is None else patience_s
+        until = time.monotonic() + limit
         try:
-            all_gather_flat(every, torch.tensor(words, dtype=torch.int64), group=self.group)
+            if not blocks:
+                work.wait()
+                return True
+            while not finished(work, min(LOOK_S, limit)):
+                if self.watch.end:
+                    at = f"{where} ({self.watch.where()})"
+                    raise DivergedError(f"rank {self.rank} waits at {at}, but the ranks cannot go on: {self.watch.end}")
+                if time.monotonic() >= until:
+                    if patience_s is not None:
+                        return False
+                    raise self._unanswered(where, f"within {self.timeout}")
+        except DivergedError:
+            raise
         except RuntimeError as error:
-            raise DivergedError(
-                f"rank {self.rank} is at {where} and another rank did not answer (within {TIMEOUT}): did it fail, and do all "
-                "ranks run the same number of iterations, of training and of evaluation?"
-            ) from error
-        return every.view(self.size, -1).tolist()
+            raise self._unanswered(where, str(error)) from error
+        return True
+
+    def _unanswered(self, where: str, why: str) -> DivergedError:
+        told = self.watch.end or self.watch.fault
+        others = self.watch.describe_others() + (f"; told before: {told}" if told else "")
+        error = DivergedError(
+            f"rank {self.rank} is at {where} ({self.watch.where()}) and another rank did not answer ({why}). {others}. Did it "
+            "fail, and do all ranks run the same number of iterations, of training and of evaluation?"
+        )
+        self.watch.tell_end(str(error))
+        return error
+
+
+def finished(work: Any, seconds: float) -> bool:
+    """Waits for torch's work at most that long. Raises what it failed with."""
+    try:
+        work.wait(datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it failed, and says so again, or has just ended
+    return True
 
 
 def all_gather_flat(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
@@ -84,5 +195,5 @@ def unpack_bits(words: Sequence[int]) -> set[int]:
 
 
 _live: "weakref.WeakSet[Control]" = weakref.WeakSet()
-_counts: dict["dist.ProcessGroup", int] = {}
+_counts: dict[Any, int] = {}
 atexit.register(_counts.clear)  # see _let_go_of_groups in shards/collectives.py

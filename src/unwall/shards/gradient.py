@@ -92,6 +92,11 @@ class Gradient:
         return self._own.pending
 
     @property
+    def reducer(self) -> Reducer:
+        """How it is summed over the ranks."""
+        return self._reducer
+
+    @property
     def local_bytes(self) -> int:
         """Device memory that ``keep_local`` needs."""
         return self._own.local_bytes

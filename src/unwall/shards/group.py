@@ -124,6 +124,11 @@ class Group:
         return len(self.params)
 
     @property
+    def gathers(self) -> bool:
+        """A fetch takes the other ranks' parts."""
+        return self._gathers
+
+    @property
     def updating(self) -> bool:
         """An update is under way on the host."""
         return self.pending.updating

@@ -1,6 +1,7 @@
 """One rank on a virtual clock: its queues of work and the account of its device."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -71,9 +72,20 @@ class RanksAlike:
 
     def end_backward(self, sync: bool, steady: bool, pending: bool) -> None: ...
 
-    def end_step(self, steady: bool) -> None: ...
+    def end_step(self, steady: bool, meet: bool = False) -> None: ...
 
-    def together(self) -> None: ...
+    def together(self, what: str) -> None: ...
+
+    def note(self, what: str) -> None: ...
+
+    def prepared(self, what: str) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None: ...
+
+    def fail_for_good(self, error: BaseException) -> None: ...
+
+    def rejoin(self) -> None: ...
 
     @property
     def settled(self) -> bool:

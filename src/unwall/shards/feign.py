@@ -1,0 +1,58 @@
+"""Collectives with values that nobody will use.
+
+A rank that fails has promised collectives to the others, who wait in them. It takes part in each, in order and without
+waiting, so that everybody comes to the point where all ranks learn of the fault and give up what was under way.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from unwall.shards.collectives import Collective, Ranks
+from unwall.shards.gradient import Gradient
+from unwall.shards.group import Group
+
+
+class Feigned:
+    """One rank's side of such collectives. They share their memory: what is in it means nothing."""
+
+    def __init__(self, groups: Sequence[Group], gradients: Sequence[Gradient], ranks: Ranks, device: torch.device) -> None:
+        self._groups = groups
+        self._gradients = gradients
+        self._ranks = ranks
+        self._device = device
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._works: list[Collective] = []
+
+    def gather(self, index: int, skip: int = 0) -> None:
+        """A group's parameters. ``skip``: collectives of it that have begun already; so below."""
+        group = self._groups[index]
+        if group.gathers and not skip:
+            self._gather(group, group.layout.dtype)
+
+    def reduce(self, index: int, skip: int = 0) -> None:
+        """A group's gradients."""
+        layout, reducer = self._groups[index].layout, self._gradients[index].reducer
+        if not skip:
+            whole, part = self._memory(layout.padded_numel, layout.shard_numel, reducer.dtype)
+            self._works.append(self._ranks.reduce_scatter(part, whole))
+        if reducer.everywhere and skip < 2:
+            self._gather(self._groups[index], reducer.dtype)
+
+    def end(self) -> None:
+        """All ranks have come to all of them."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._scratch = self._scratch.new_empty(0)
+
+    def _gather(self, group: Group, dtype: torch.dtype) -> None:
+        whole, part = self._memory(group.layout.padded_numel, group.layout.shard_numel, dtype)
+        self._works.append(self._ranks.all_gather(whole, part))
+
+    def _memory(self, whole: int, part: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        needed = (whole + part) * dtype.itemsize
+        if self._scratch.numel() < needed:
+            self._scratch = torch.zeros(needed, dtype=torch.uint8, device=self._device)
+        flat = self._scratch[:needed].view(dtype)
+        return flat[:whole], flat[whole:]

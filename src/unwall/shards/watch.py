@@ -1,0 +1,243 @@
+"""What the ranks of a model tell each other in the store, apart from every collective: faults, ends, signs of life.
+
+[Note: watch]
+A rank that waits for another one hears nothing from it. So each process has a thread that looks into the store of the process
+group twice a second. A rank that fails writes that down there ("fault": the ranks will meet and can go on; "end": they cannot),
+and whoever waits, or is about to begin a collective, finds it in a field of its ``Watch``. A rank that waits for long asks: the
+threads of all ranks answer with the place where their rank is. Nothing is written while all is well, and nobody but that thread
+reads the store unless something has failed.
+
+Whether a rank that does not answer is slow, stopped or dead is seen in its process, where it runs on this machine. Of a rank
+elsewhere it is known only whether its thread still answers.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+LOOK_S = 0.5
+"""How often the thread looks into the store."""
+ANSWER_S = 3 * LOOK_S
+"""After this time a rank whose process runs has answered."""
+CERTAIN = 4
+"""After so many looks a rank that has ended is given up where only the device waits for it: all may be ending just now."""
+MOST_TEXT = 2000
+"""Characters of an error that the other ranks are told."""
+_GONE = (RuntimeError, OSError, ValueError)
+"""What a store raises that went with the process that serves it. Whoever waits for that rank finds out without a store."""
+
+
+class Stuck(Protocol):
+    """May have work on the device that will not end."""
+
+    def give_up(self) -> None:
+        """Ends it."""
+
+
+class Process(NamedTuple):
+    """Where a rank runs."""
+
+    machine: str
+    pid: int
+    began: str
+    """When, as the kernel counts: a later process of the same number is another one."""
+
+
+class Watch:
+    """One rank's side of it, for one set of ranks. See [Note: watch]."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.end = ""
+        """Why the ranks cannot go on, once one of them knows."""
+        self.faults = 0
+        """Faults after which the ranks have met again, counted alike on every rank."""
+        self.place: weakref.WeakMethod[Callable[[], str]] | None = None
+        """Says where this rank is, for the others."""
+        self.stuck: weakref.WeakSet[Stuck] = weakref.WeakSet()
+        """Told when the ranks cannot go on, on the thread that looks."""
+        self._store = store
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._heard = (-1, "")  # the number of a fault and its text
+        self._asked = ""
+        self._dead_for = 0  # looks in a row
+        self._processes: dict[int, Process] = {}
+        self._set(f"who/{rank}", " ".join(map(str, (_machine(), os.getpid(), _look_up(os.getpid())[1]))))
+        _begin_looking(self)
+
+    def let_go(self) -> None:
+        """Keeps the store no longer."""
+        self._store = None
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    @property
+    def fault(self) -> str:
+        """What another rank has failed with, if the ranks have not met since."""
+        number, text = self._heard
+        return text if number == self.faults else ""
+
+    def tell_fault(self, text: str) -> None:
+        """This rank has failed, and will meet the others."""
+        self._set(f"fault/{self.faults}/{self._rank}", text)
+        self._set(f"fault/{self.faults}", f"rank {self._rank} failed: {text}")
+
+    def faults_of(self, ranks: list[int]) -> str:
+        """What these ranks have failed with, as each of them told."""
+        told = {rank: self._get(f"fault/{self.faults}/{rank}") for rank in ranks}
+        return "; ".join(f"rank {rank} failed: {text or '(it did not say why)'}" for rank, text in told.items())
+
+    def tell_end(self, text: str) -> None:
+        """The ranks cannot go on."""
+        self.end = self.end or text
+        if not self._get("end"):
+            self._set("end", text)
+
+    # -- signs of life ------------------------------------------------------------------------------------------------
+
+    def describe_others(self) -> str:
+        """What is known of each other rank, for an error."""
+        asked = f"{self._rank} {time.time()}"
+        self._set("ask", asked)
+        until = time.monotonic() + ANSWER_S
+        while time.monotonic() < until and any(self._may_answer(rank, asked) for rank in self._others):
+            time.sleep(LOOK_S / 5)
+        return "; ".join(self._describe(rank) for rank in self._others)
+
+    def dead(self) -> list[int]:
+        """Ranks on this machine whose process has ended."""
+        return [rank for rank in self._others if self._state(rank) == "gone"]
+
+    def _may_answer(self, rank: int, asked: str) -> bool:
+        return self._state(rank) not in ("gone", "stopped") and self._sign(rank)[0] != asked
+
+    def _describe(self, rank: int) -> str:
+        process, state, place = self._process(rank), self._state(rank), self._sign(rank)[1]
+        if state == "gone":
+            return f"rank {rank} has ended (process {process.pid})"
+        if state == "stopped":
+            return f"rank {rank} is stopped (process {process.pid}; SIGCONT lets it go on)"
+        if place:
+            return f"rank {rank} runs (process {process.pid}): it is {place}"
+        if state == "runs":
+            return f"rank {rank} runs (process {process.pid}), but does not answer"
+        return f"rank {rank} (process {process.pid} on another machine) does not answer: it is stopped, dead or cut off"
+
+    def _sign(self, rank: int) -> tuple[str, str]:
+        """What the last sign of life answers, and the place it tells."""
+        asked, _, place = self._get(f"sign/{rank}").partition("\n")
+        return asked, place
+
+    def _state(self, rank: int) -> str:
+        process = self._process(rank)
+        if process.machine != _machine():
+            return "elsewhere"
+        state, began = _look_up(process.pid)
+        if began != process.began or state in ("Z", "X"):
+            return "gone"
+        return "stopped" if state in ("T", "t") else "runs"
+
+    def _process(self, rank: int) -> Process:
+        if rank not in self._processes:
+            machine, _, rest = self._get(f"who/{rank}").partition(" ")
+            pid, _, began = rest.partition(" ")
+            if not pid:
+                return Process("unknown", 0, "")
+            self._processes[rank] = Process(machine, int(pid), began)
+        return self._processes[rank]
+
+    # -- the store ----------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """What is new there. On the thread that looks."""
+        number = self.faults
+        fault = self._get(f"fault/{number}")
+        if fault:
+            self._heard = (number, fault)
+        self.end = self.end or self._get("end")
+        asked = self._get("ask")
+        if asked != self._asked:
+            self._asked = asked
+            self._set(f"sign/{self._rank}", f"{asked}\n{self.where()}")
+        self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
+        if self.stuck and (self.end or self._dead_for >= CERTAIN):
+            self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"
+            for stuck in list(self.stuck):
+                stuck.give_up()
+            self.stuck.clear()
+
+    def where(self) -> str:
+        """The place of this rank."""
+        place = self.place() if self.place is not None else None
+        return place() if place is not None else "outside of the model"
+
+    def _get(self, key: str) -> str:
+        """Empty where there is nothing."""
+        store = self._store
+        with contextlib.suppress(*_GONE):
+            if store is not None and store.check([key]):
+                return str(store.get(key).decode(errors="replace"))
+        return ""
+
+    def _set(self, key: str, text: str) -> None:
+        store = self._store
+        with contextlib.suppress(*_GONE):
+            if store is not None:
+                store.set(key, text[:MOST_TEXT])
+
+
+def _look_up(pid: int) -> tuple[str, str]:
+    """A process's state, as one letter, and when it began; both empty where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
+    return "", ""
+
+
+@functools.cache
+def _machine() -> str:
+    """This machine in this boot, as far as its processes see each other. No spaces."""
+    boot = namespace = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    return f"{os.uname().nodename}/{boot}/{namespace}"
+
+
+# -- the thread -------------------------------------------------------------------------------------------------------
+
+_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+_leaving = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def _begin_looking(watch: Watch) -> None:
+    global _thread
+    _watches.add(watch)
+    if _thread is None or not _thread.is_alive():  # a forked child has none
+        _thread = threading.Thread(target=_look, name="unwall-watch", daemon=True)
+        _thread.start()
+
+
+def _look() -> None:
+    while not _leaving.wait(LOOK_S):
+        for watch in list(_watches):
+            watch.look()
+        watch = None  # type: ignore[assignment]  # nothing here keeps it
+
+
+@atexit.register
+def _stop_looking() -> None:
+    """The thread must not outlive the interpreter, nor the stores."""
+    _leaving.set()
+    if _thread is not None:
+        _thread.join(timeout=2 * LOOK_S)
+    for watch in list(_watches):
+        watch.let_go()
