@@ -83,7 +83,7 @@ def clip_in_two_calls(params):
 def change_in_place(params):
     for p in params:
         if p.grad is not None and p.dim() > 1:
-            p.grad.mul_(0.5).add_(p.detach().abs().mul(0).add(0.01))
+            p.grad.mul_(0.5).add_(p.detach().abs().mul(0).add(0.01).to(p.grad.dtype))
             p.grad[0] += 1
             p.grad.data.view(-1)[3] = -2.0
             p.grad.t()[1:3].neg_()

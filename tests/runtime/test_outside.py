@@ -11,7 +11,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import unwall
-from unwall.schedule.agreement import DivergedError
+from unwall import DivergedError
 
 WIDTH = 48
 TIERS = ("device", "host", "disk")

@@ -59,7 +59,8 @@ class Forward:
                 self.saved.cover()
         else:
             if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
-                self._begin_pass()
+                with transforms.outside():
+                    self._begin_pass()
             self._handled = id(sys.exception())
             pair, caller = self.saved.watch(), sys._getframe(2)  # the call of the hook that called this
         frame = Frame(module, pair, caller)
@@ -119,11 +120,15 @@ class Forward:
         if not self._frames and not torch.is_grad_enabled():
             self._executor.lane.leave()
         if not self._frames and self._ranks.size > 1 and torch._C._current_graph_task_id() == -1:
-            error = sys.exception() if output is None else None
-            if error is not None and id(error) != self._handled:
-                self._executor.agreement.fail(error)
-            else:
-                self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
+            with transforms.outside():
+                self._meet_at_end(sys.exception() if output is None else None)
+
+    def _meet_at_end(self, error: BaseException | None) -> None:
+        """The outermost call ends: the ranks agree on what follows, or are told of this rank's error."""
+        if error is not None and id(error) != self._handled:
+            self._executor.agreement.fail(error)
+        else:
+            self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
 
     def _begin_pass(self) -> None:
         self._backward.restart()
