@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from unwall.native import interrupts
 from unwall.native.ticket import NativeTicket
+from unwall.optim.alone import alone, alone_after_closure
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
 from unwall.optim.norm import clip_factor, total_squares
 from unwall.optim.own_states import own_states
@@ -64,12 +66,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
         super().add_param_group(param_group)
 
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Forgets the gradients of this optimizer's parameters."""
         for engine, index, slots in self._held():
             engine.discard_gradients(index, slots)
         self._clip = None
 
+    @alone_after_closure
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient. Returns the closure's loss."""
@@ -113,6 +117,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
+    @alone
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clips this step's gradients to ``max_norm`` over all ranks (done inside ``step``) and returns their norm."""
         for engine in self.engines():
@@ -148,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             settle(engine.groups[index])
         runs = self._plan_step(held)
         stores = [stores_of(engine.groups[index], self.rule, self.own) for engine, index, _ in held]
+        interrupts.commit()
         self._count_step(held)
         tickets: list[NativeTicket] = []
         for (engine, index, _), kept, parts in zip(held, stores, runs, strict=True):

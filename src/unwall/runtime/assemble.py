@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.plans import Plan
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
@@ -36,4 +37,5 @@ def assemble(
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
     install(engine, model)
+    interrupts.install()
     return engine

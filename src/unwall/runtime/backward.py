@@ -14,8 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
+from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
@@ -33,7 +35,8 @@ class Arrived:
         backward = self._backward()
         assert isinstance(param, nn.Parameter)
         if backward is not None:
-            backward.arrived(param)
+            with interrupts.deferred:
+                backward.arrived(param)
 
 
 class Backward:
@@ -49,6 +52,7 @@ class Backward:
         places: Places,
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
+        turn: Turn,
     ) -> None:
         self.sync = True
         """Whether gradients are summed over the ranks when they are complete."""
@@ -57,6 +61,7 @@ class Backward:
         self._places = places
         self._arriving = arriving
         self._hand_out = hand_out
+        self._turn = turn
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
         self._open_calls = [0] * len(executor.groups)
         self._pins: set[int] = set()
@@ -90,6 +95,10 @@ class Backward:
         self._pins.clear()
         self._open_calls = [0] * len(self._open_calls)
 
+    def note(self) -> None:
+        """A call inside a backward: a checkpoint recomputes."""
+        self._note_task()
+
     # -- what backward reads ------------------------------------------------------------------------------------------
 
     def begins(self, call: Call) -> None:
@@ -118,9 +127,10 @@ class Backward:
     def reading(self, index: int) -> None:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
         if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
-            self.pin(index)
-            if torch._C._current_graph_task_id() != -1:
-                self._note_task()
+            with interrupts.deferred:
+                if torch._C._current_graph_task_id() != -1:
+                    self._note_task()
+                self.pin(index)
 
     def pin(self, index: int) -> None:
         """A group stays resident until its gradients are in, or to the end of the pass."""
@@ -192,16 +202,20 @@ class Backward:
     def _note_task(self) -> int:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
+            if not self._tasks:
+                self._turn.begin("backward", backward=True)
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
         return task
 
+    @interrupts.defers
     def _task_done(self, task: int) -> None:
         self._tasks.discard(task)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end()
             self._executor.end_backward(self.sync)
             self._hand_out()
+            self._turn.end()
 
     def _end(self) -> None:
         self._executor.lane.leave()

@@ -14,6 +14,7 @@ from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
+from unwall.runtime.turns import Turn, alone
 from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
@@ -49,8 +50,12 @@ class Engine:
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
-        self.backward = Backward(self.executor, self.places, lambda index: self._tell(self.guards, index), self._hand_out)
-        self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
+        self.turn = Turn(ranks.size, lambda: self.executor.trace.position)
+        """Which thread uses the model."""
+        self.backward = Backward(
+            self.executor, self.places, lambda index: self._tell(self.guards, index), self._hand_out, self.turn
+        )
+        self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.version = 0
         """Counts changes of the parameters' values."""
         self.lent: set[int] = set()
@@ -121,6 +126,7 @@ class Engine:
         self.executor.end_step()
         self.settle()
 
+    @alone
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
         self.free_discarded()
@@ -129,6 +135,7 @@ class Engine:
         for group in self.groups:
             group.pending.settle()
 
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
         """Forgets every gradient of the model."""
         for index in range(len(self.groups)):

@@ -1,6 +1,7 @@
 """Ties a model's modules to the engine: hooks, watched parameter mappings, casts at the edges."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.native import interrupts
 from unwall.runtime.engine import Engine
 from unwall.runtime.outputs import cast_floats
 from unwall.runtime.whole import StateDictHooks, WholeParams
@@ -58,7 +60,8 @@ class Enter(Hook):
         self._casts = casts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.engine.forward.enter(module, self._groups, self._reads)
+        with interrupts.deferred:
+            self.engine.forward.enter(module, self._groups, self._reads)
         return None if self._casts is None else self._casts.inputs(args, kwargs)
 
 
@@ -72,7 +75,8 @@ class Leave(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self._casts is not None:
             output = self._casts.outputs(output)
-        self.engine.forward.leave(module, (args, kwargs), output)
+        with interrupts.deferred:
+            self.engine.forward.leave(module, (args, kwargs), output)
         return output
 
 
@@ -80,6 +84,16 @@ class Leave(Hook):
 # all of dynamo at once.)
 Enter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 Leave.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class Saving(Hook):
+    """A ``state_dict`` is a turn as a whole, so that a step of another thread does not come between two modules."""
+
+    def begin(self, *_: Any) -> None:
+        self.engine.turn.begin("state_dict", sys._getframe(1))
+
+    def end(self, *_: Any) -> None:
+        self.engine.turn.end()
 
 
 class Casts:
@@ -177,10 +191,20 @@ def _save_and_load_whole(engine: Engine, model: nn.Module) -> None:
     reader = WholeParams(engine)
     for module in model.modules():
         if module is model or any(param is not None for param in module._parameters.values()):
-            hooks = StateDictHooks(engine, reader)
-            module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
-            module.register_load_state_dict_pre_hook(hooks.before_load)
-            module.register_load_state_dict_post_hook(hooks.after_load)
+            hooks, turns = StateDictHooks(engine, reader), Saving(engine)
+            module.register_state_dict_pre_hook(turns.begin)
+            module.register_state_dict_post_hook(functools.partial(interrupts.defers(hooks.saved)))  # torch sets an attribute
+            module.register_state_dict_post_hook(functools.partial(turns.end))
+            module.register_load_state_dict_pre_hook(_alone(engine, hooks.before_load))
+            module.register_load_state_dict_post_hook(_alone(engine, hooks.after_load))
+
+
+def _alone(engine: Engine, hook: Callable[..., None]) -> Callable[..., None]:
+    def called(*args: Any) -> None:
+        with interrupts.deferred, engine.turn.held("load_state_dict"):
+            hook(*args)
+
+    return called
 
 
 def _place_buffers(engine: Engine, model: nn.Module) -> None:

@@ -129,27 +129,12 @@ class SavedTensors:
         return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
 
     def views_of(self, index: int) -> SavedViews:
-        """The count of what autograd holds of a group's flat buffer."""
+        """What goes with each view of a group's flat buffer that autograd holds: then it counts as ours."""
         return self._groups[index].buffer.saved
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         index = self.group_of(tensor)
         return "a tensor" if index is None else f"a parameter of group {self._groups[index].name}"
-
-
-class Counted:
-    """Goes with a view of a flat buffer that autograd holds: as long as it lives, the view counts as ours."""
-
-    __slots__ = ("_views",)
-
-    def __init__(self, views: SavedViews) -> None:
-        self._views = views
-        views.count += 1
-
-    def __del__(self) -> None:
-        views = getattr(self, "_views", None)  # None: interrupted while it was made
-        if views is not None:
-            views.count -= 1
 
 
 class Pair:
@@ -161,7 +146,7 @@ class Pair:
         self.saved = saved
         self._layers = layers
 
-    def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, Counted | None]":
+    def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
         value: Any = tensor
         for layer in self._layers:
             value = layer.pack(value)
@@ -172,10 +157,10 @@ class Pair:
         ours = not isinstance(self._layers[0], Hooks) or (
             isinstance(value, torch.Tensor) and self.saved.group_of(value) == index
         )
-        return index, value, Counted(self.saved.views_of(index)) if ours else None
+        return index, value, self.saved.views_of(index) if ours else None
 
-    def unpack(self, packed: "tuple[int | None, Any, Counted | None]") -> Any:
-        index, value, _ = packed
+    def unpack(self, packed: "tuple[int | None, Any, SavedViews | None]") -> Any:
+        index, value = packed[0], packed[1]
         if index is not None:
             self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.runtime.engine import Engine
 from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
@@ -110,28 +111,38 @@ def _put_part(engine: Engine, place: Place, value: torch.Tensor) -> None:
 @contextmanager
 def lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
     """Inside, the parameters are whole, in the dtype they were given in, on the device."""
-    engine.executor.together()
+    with engine.turn.held("full_params"):
+        yield from _lend(engine, params, write)
+
+
+def _lend(engine: Engine, params: list[nn.Parameter], write: bool) -> Iterator[None]:
+    with interrupts.deferred:
+        engine.executor.together()
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
     params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]
     lent: list[nn.Parameter] = []
     try:
-        for param in params:
-            value = reader.get(param)
-            assert value is not None
-            engine.lent.add(id(param))
-            lent.append(param)
-            param.data = value
+        with interrupts.deferred:
+            for param in params:
+                value = reader.get(param)
+                assert value is not None
+                engine.lent.add(id(param))
+                lent.append(param)
+                param.data = value
         yield
         if write:
-            for param in lent:
-                engine.ranks.broadcast(param.data)
-                put_whole(engine, param, param.data)
-            engine.groups[0].pending.staging.close()
+            with interrupts.deferred:
+                interrupts.commit()
+                for param in lent:
+                    engine.ranks.broadcast(param.data)
+                    put_whole(engine, param, param.data)
+                engine.groups[0].pending.staging.close()
     finally:
-        for param in lent:
-            engine.lent.discard(id(param))
-            show_again(engine, param)
+        with interrupts.deferred:
+            for param in lent:
+                engine.lent.discard(id(param))
+                show_again(engine, param)
 
 
 class StateDictHooks:
