@@ -59,6 +59,7 @@ class AdamW(ShardedOptimizer):
         for engine in self.engines():
             engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
 
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters."""
         if self._early.applied:

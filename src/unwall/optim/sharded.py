@@ -71,6 +71,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forgets the gradients of this optimizer's parameters."""
         for engine, index, slots in self._held():
             engine.discard_gradients(index, slots)
+        for param in self._params():
+            if param.grad is not None:  # a backward was interrupted before the engine took it
+                param.grad = None
         self._clip = None
 
     @alone_after_closure

@@ -142,6 +142,8 @@ class Engine:
             self._tell(self.guards, index)
         for gradient in self.gradients:
             gradient.clear()
+            for param in gradient.group.params:
+                param.grad = None  # where a backward was interrupted before it was taken
         self.loss_scale = 1.0
 
     def discard_gradients(self, index: int, slots: set[int]) -> None:

@@ -56,7 +56,7 @@ class Turn:
         """Waits for its turn. RuntimeError in a forked child, and where waiting would be in vain."""
         self._check_process(what)
         me = threading.get_ident()
-        with self._changed:
+        with interrupts.deferred, self._changed:
             if self._thread is not None and not self._is_over():
                 if self._thread == me or self._works_for_holder(me, backward):
                     self._nested += 1
@@ -66,7 +66,7 @@ class Turn:
 
     def end(self) -> None:
         """Nothing to do where another thread has found it over."""
-        with self._changed:
+        with interrupts.deferred, self._changed:
             if self._thread is None or (not self._is_backward and self._thread != threading.get_ident()):
                 return
             if self._nested:
@@ -77,11 +77,15 @@ class Turn:
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
-        self.begin(what)
+        taken = False
         try:
+            with interrupts.deferred:
+                self.begin(what)
+                taken = True
             yield
         finally:
-            self.end()
+            if taken:
+                self.end()
 
     def is_mine(self, during: FrameType | None = None) -> bool:
         """Whether this thread has it, and until that frame ends, if one is named."""
