@@ -33,7 +33,7 @@ _REMIND_SECONDS = 0.01
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_main = main_thread().ident
+_main = main_thread().ident or 0
 
 
 class _State:
@@ -135,7 +135,7 @@ def _remind() -> None:
     time.sleep(_REMIND_SECONDS)
     if _state.noted is not None:
         _state.noted, _state.insisted = None, False
-        _thread.interrupt_main()
+        signal.pthread_kill(_main, signal.SIGINT)  # a real one: it wakes the main thread up where it waits
 
 
 deferred = _Deferred()
