@@ -5,6 +5,7 @@ from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, 
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
+from unwall.runtime.grads import grads
 from unwall.tiers.ledger import BudgetError
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PlanError",
     "__version__",
     "full_params",
+    "grads",
     "init",
     "no_sync",
     "plan",
