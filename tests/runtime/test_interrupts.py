@@ -108,3 +108,14 @@ def test_an_interrupted_fetch_waits_for_its_copy(monkeypatch, tmp_path):
     optimizer.zero_grad()
     losses += [iterate(model, optimizer, seed) for seed in range(1, 3)]
     assert losses == expected
+
+
+@pytest.mark.parametrize("who", ["model", "optimizer"])
+def test_a_gradient_that_backward_left_behind_is_forgotten(who, tmp_path):
+    """Interrupted between autograd and our hook, a gradient stays in ``.grad``: the next backward would add to it."""
+    model, optimizer = start("host", tmp_path)
+    expected = [iterate(*pair, seed) for pair in [start("host", tmp_path)] for seed in range(3)]
+    for param in model.parameters():
+        param.grad = torch.ones(param.shape)
+    {"model": model, "optimizer": optimizer}[who].zero_grad()
+    assert [iterate(model, optimizer, seed) for seed in range(3)] == expected

@@ -50,7 +50,7 @@ def test_accounting(tier):
 
 
 def test_the_budget(tier):
-    tier.allocate(1000)
+    _held = tier.allocate(1000)
     with pytest.raises(BudgetError, match=r"device tier: w needs 1 B .* budget of 1000 B .*device_bytes"):
         tier.allocate(1, "w")
 

@@ -35,7 +35,7 @@ def test_a_full_drive_is_named_and_nothing_is_lost(tmp_path):
 def test_the_last_bytes_are_used_though_a_whole_step_does_not_fit(tmp_path):
     with tmpfs(tmp_path / "small", 10 * MIB) as directory, DiskEngine(threads=1) as engine:
         tier = DiskTier([directory], engine=engine, growth_bytes=64 * MIB)
-        tier.allocate(8 * MIB)
+        _held = tier.allocate(8 * MIB)
         assert tier.paths[0].stat().st_size == 8 * MIB
         with pytest.raises(OSError, match="cannot reserve"):
             tier.allocate(4 * MIB)
@@ -75,7 +75,8 @@ def test_a_full_drive_gets_back_what_others_can_do_without(tmp_path, asked):
             tier.close()
             return
         tier.ledger.ask_before_refusing(spare.give_back)
-        assert tier.allocate(6 * MIB).nbytes == tier.ledger.live_bytes == 6 * MIB
+        held = tier.allocate(6 * MIB)
+        assert held.nbytes == tier.ledger.live_bytes == 6 * MIB
         with pytest.raises(OSError, match="cannot reserve"):
             tier.allocate(6 * MIB)  # there is nothing left to give back
         assert tier.ledger.live_bytes == 6 * MIB

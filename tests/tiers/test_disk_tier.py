@@ -95,9 +95,9 @@ def test_a_budget_of_zero(tmp_path, engine):
 def test_the_file_grows_in_steps_and_keeps_within_the_budget(tmp_path, engine):
     tier = DiskTier([tmp_path], budget_bytes=10 * MIB, engine=engine, growth_bytes=4 * MIB)
     assert size(tier) == 0
-    sizes = []
+    sizes, held = [], []
     for _ in range(10):
-        tier.allocate(MIB)
+        held.append(tier.allocate(MIB))
         sizes.append(size(tier) // MIB)
     assert sizes == [4, 4, 4, 4, 8, 8, 8, 8, 10, 10]
     assert tier.paths[0].stat().st_blocks * 512 >= 10 * MIB, "space is reserved, not promised"

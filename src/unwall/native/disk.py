@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from unwall.native import interrupts
 from unwall.native.library import ErrorRecord, Handle, NativeError, function, tickets_array
 from unwall.native.ticket import NativeTicket
 
@@ -278,7 +279,10 @@ class DiskEngine:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(TypeError, AttributeError):  # the interpreter is shutting down, or __init__ failed early
+        with (
+            interrupts.finalizing,
+            contextlib.suppress(TypeError, AttributeError),
+        ):  # the interpreter is shutting down, or __init__ failed early
             self.close()
 
     def _live(self) -> int:

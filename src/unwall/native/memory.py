@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 from typing import Any
 
+from unwall.native import interrupts
 from unwall.native.library import ErrorRecord, function
 from unwall.native.pool import WorkerPool
 
@@ -17,7 +18,7 @@ class _Mapping:
 
     def __del__(self) -> None:
         # An interpreter that is shutting down may have taken ctypes apart already.
-        with contextlib.suppress(TypeError, AttributeError):
+        with interrupts.finalizing, contextlib.suppress(TypeError, AttributeError):
             function("uw_memory_unmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)(self.address, self.nbytes)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from unwall.native import interrupts
 from unwall.native.library import ErrorRecord, Handle, function, tickets_array
 from unwall.native.ticket import NativeTicket
 
@@ -264,7 +265,7 @@ class WorkerPool:
 
     def __del__(self) -> None:
         # An interpreter that is shutting down may have taken ctypes apart already.
-        with contextlib.suppress(TypeError, AttributeError):
+        with interrupts.finalizing, contextlib.suppress(TypeError, AttributeError):
             self.close()
 
     def _submit(

@@ -5,10 +5,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from unwall.native import interrupts
 from unwall.native.library import ErrorRecord, Handle, function
 
 _Record = ctypes.POINTER(ErrorRecord)
 _Nanoseconds = ctypes.POINTER(ctypes.c_int64)
+_SLICE_NS = int(interrupts.SLICE_SECONDS * 1e9)
+_orphans: list[Any] = []
+"""Buffers of work that does not end and that nobody wants to wait for any more. They must not go."""
 
 
 class NativeTicket:
@@ -46,7 +50,10 @@ class NativeTicket:
                 raise RuntimeError(f"this work belongs to process {self._pid}: a forked child cannot wait for it")
             record = ErrorRecord()
             call = function("uw_ticket_wait", ctypes.c_int, Handle, ctypes.c_int64, _Record)
-            code = call(self._handle, -1 if timeout is None else int(timeout * 1e9), ctypes.byref(record))
+            code = call(self._handle, _SLICE_NS if timeout is None else int(timeout * 1e9), ctypes.byref(record))
+            while code == 1 and timeout is None:  # in slices: native code does not notice a signal
+                interrupts.check()
+                code = call(self._handle, _SLICE_NS, ctypes.byref(record))
             if code == 1:
                 raise TimeoutError(f"work of ticket {self._handle} has not finished after {timeout} s")
             self._finish(record if code < 0 else None)
@@ -81,14 +88,22 @@ class NativeTicket:
 
     def __del__(self) -> None:
         try:
-            if os.getpid() != self._pid:  # a forked child has none of the threads that finish the work
-                return
-            if not self._finished:
-                function("uw_ticket_wait", ctypes.c_int, Handle, ctypes.c_int64, _Record)(self._handle, -1, None)
-                self._tell()
-            function("uw_ticket_release", ctypes.c_int, Handle)(self._handle)
+            with interrupts.finalizing:
+                self._finalize()
         except (TypeError, AttributeError):  # the interpreter is shutting down and has taken ctypes apart
             pass
+
+    def _finalize(self) -> None:
+        if os.getpid() != self._pid:  # a forked child has none of the threads that finish the work
+            return
+        if not self._finished:
+            call = function("uw_ticket_wait", ctypes.c_int, Handle, ctypes.c_int64, _Record)
+            while call(self._handle, _SLICE_NS, None) == 1:
+                if interrupts.insists():
+                    _orphans.append(self._keep)
+                    return
+            self._tell()
+        function("uw_ticket_release", ctypes.c_int, Handle)(self._handle)
 
 
 class Signal(NativeTicket):
@@ -103,7 +118,7 @@ class Signal(NativeTicket):
         if call(self._handle, code, message.encode()) < 0:
             raise ValueError(f"ticket {self._handle} was already set")
 
-    def __del__(self) -> None:
+    def _finalize(self) -> None:
         if os.getpid() == self._pid and not self.done():
             self.set(125, "the signal was dropped before it was set")  # ECANCELED: whatever waits must not wait for ever
-        super().__del__()
+        super()._finalize()

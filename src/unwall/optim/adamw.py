@@ -8,6 +8,7 @@ import torch
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.adamw_rule import AdamWRule
+from unwall.optim.alone import alone
 from unwall.optim.early import Ahead, EarlyUpdates, covers
 from unwall.optim.group_update import host_work, settle, stores_of
 from unwall.optim.measure import Held
@@ -65,6 +66,7 @@ class AdamW(ShardedOptimizer):
         for engine in self.engines():
             engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
 
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters."""
         if self._early.applied:
@@ -180,6 +182,7 @@ class AdamW(ShardedOptimizer):
 
     # -- states -------------------------------------------------------------------------------------------------------
 
+    @alone
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.AdamW``'s: whole tensors on the host (rank 0; the states are left out on the others)."""
         for engine in self.engines():
@@ -189,6 +192,7 @@ class AdamW(ShardedOptimizer):
         packed["scaler"] = self.scaler.state_dict()
         return packed
 
+    @alone
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
         for engine in self.engines():

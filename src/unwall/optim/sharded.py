@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from unwall.native import interrupts
 from unwall.native.ticket import NativeTicket
+from unwall.optim.alone import alone, alone_after_closure
 from unwall.optim.failed_step import told_to_all
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
 from unwall.optim.measure import Held, measure
@@ -83,6 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if not any(looker() == self._clip_now for looker in engine.lookers):
                 engine.lookers.append(weakref.WeakMethod(self._clip_now))
 
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters. Without ``set_to_none`` they are zeros, and a step counts them:
         weight decay and momentum act on parameters that get no gradient until then, as in torch."""
@@ -94,6 +97,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.shown.clear(mine, set_to_none)
         self._clip = None
 
+    @alone_after_closure
     @told_to_all
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -139,6 +143,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
+    @alone
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clips this step's gradients to ``max_norm`` over all ranks and returns their norm. ``norm_type``: its order, any
         positive number or inf. The gradients are multiplied inside ``step``, or before someone looks at them."""
@@ -186,6 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             settle(engine.groups[index])
         runs = self._plan_step(held)
         stores = [stores_of(engine.groups[index], self.rule, self.own) for engine, index, _ in held]
+        interrupts.commit()
         self._count_step(held)
         tickets: list[NativeTicket] = []
         for (engine, index, _), kept, parts in zip(held, stores, runs, strict=True):

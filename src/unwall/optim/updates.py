@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from unwall.runtime.failures import FailureDomain
-from unwall.tiers.ticket import Ticket
+from unwall.tiers.ticket import Ticket, result_of
 
 _THREAD = "unwall update"
 
@@ -78,7 +78,7 @@ class HostUpdate:
             if self._future is None:
                 self._future = _queue().submit(self)
             try:
-                self._future.result(timeout)
+                result_of(self._future, timeout)
                 return
             except _BehindError as behind:
                 self._future = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall.optim.alone import alone
 from unwall.optim.elementwise import rounded_to, try_out
 from unwall.optim.fit import make_room
 from unwall.optim.measure import Held
@@ -147,6 +148,7 @@ class Wrapped(ShardedOptimizer):
 
     # -- states -------------------------------------------------------------------------------------------------------
 
+    @alone
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors on the host (rank 0; the states are left out on the others), as the inner optimizer names them."""
         for engine in self.engines():
@@ -163,6 +165,7 @@ class Wrapped(ShardedOptimizer):
                 }
         return packed
 
+    @alone
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
         for engine in self.engines():

@@ -123,8 +123,9 @@ class _HostOnPaper(HostTier):
     """See [Note: without memory]."""
 
     def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> HostBlock:
-        self.ledger.reserve(nbytes, label)
-        return HostBlock(self.ledger, nbytes, label, torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned)
+        block = HostBlock(self.ledger, nbytes, label, torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned)
+        self.ledger.charge(block, nbytes, label)
+        return block
 
 
 class _DiskOnPaper:
@@ -136,12 +137,13 @@ class _DiskOnPaper:
         self.ledger = Ledger("disk")
 
     def zeros(self, nbytes: int, label: str = "") -> MemoryBlock:
-        self.ledger.reserve(align_up(nbytes), label)
-        return MemoryBlock(self.ledger, nbytes, label, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+        block = MemoryBlock(self.ledger, nbytes, label, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+        self.ledger.charge(block, align_up(nbytes), label)
+        return block
 
     def free(self, block: Block) -> None:
         block.mark_freed(self.ledger)
-        self.ledger.release(align_up(block.nbytes))
+        self.ledger.discharge(block)
 
 
 def _shard_on_paper(module: nn.Module, plan: Plan, chosen: ChosenPlan, rank: int) -> tuple[dict[TierName, int], list[Layout]]:

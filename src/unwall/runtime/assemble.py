@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.plans import Plan
 from unwall.runtime.card import probe_of
 from unwall.runtime.engine import Engine
@@ -42,4 +43,5 @@ def assemble(
         live = tiers.device.ledger
         engine.executor.keep_within(Limit(probe, lambda: live.live_bytes, least_device_bytes(sizes, homes)))
     install(engine, model)
+    interrupts.install()
     return engine

@@ -14,9 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
+from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence, close_all
@@ -36,7 +38,8 @@ class Arrived:
         if backward is None:
             return
         try:
-            backward.arrived(param)
+            with interrupts.deferred:
+                backward.arrived(param)
         except BaseException as error:
             backward.failed(error)
             raise
@@ -57,6 +60,7 @@ class Backward:
         host: Ledger,
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
+        turn: Turn,
     ) -> None:
         self.sync = True
         """Whether gradients are summed over the ranks when they are complete."""
@@ -67,6 +71,7 @@ class Backward:
         self._host = host
         self._arriving = arriving
         self._hand_out = hand_out
+        self._turn = turn
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
         self._open_calls = [0] * len(executor.groups)
         self._tasks: set[int] = set()
@@ -127,6 +132,10 @@ class Backward:
         """A gradient could not be taken: the other ranks are told."""
         self._executor.agreement.fail(error, spoilt=True)
 
+    def note(self) -> None:
+        """A call inside a backward: a checkpoint recomputes."""
+        self._note_task()
+
     # -- what backward reads ------------------------------------------------------------------------------------------
 
     def begins(self, call: Call) -> None:
@@ -161,9 +170,10 @@ class Backward:
                 self._reads[task] = number, set()
             self._reads[task][1].add(index)
         if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
-            self.pin(index)
-            if task != -1:
-                self._note_task()
+            with interrupts.deferred:
+                if task != -1:
+                    self._note_task()
+                self.pin(index)
 
     def pin(self, index: int) -> None:
         """A group stays resident until its gradients are in, or to the end of the pass, for as long as there is room."""
@@ -229,6 +239,7 @@ class Backward:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
             if not self._tasks:
+                self._turn.begin("backward", backward=True)
                 self._check_sums()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
@@ -251,6 +262,7 @@ class Backward:
         advice = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
         raise BudgetError("host", needed, live, budget, "the sum of several backwards, in fp32,", advice)
 
+    @interrupts.defers
     def _task_done(self, task: int) -> None:
         self._tasks.discard(task)
         self._reads.pop(task, None)
@@ -259,6 +271,7 @@ class Backward:
             close_all(self._executor.groups)
             self._executor.end_backward(self.sync)
             self._hand_out()
+            self._turn.end()
 
     def _end(self) -> None:
         self._executor.lane.leave()

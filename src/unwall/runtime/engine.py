@@ -19,6 +19,7 @@ from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
 from unwall.runtime.shown import Shown
+from unwall.runtime.turns import Turn, alone
 from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
@@ -61,12 +62,14 @@ class Engine:
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
+        self.turn = Turn(ranks.size, lambda: self.executor.trace.position)
+        """Which thread uses the model."""
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
         self.backward = Backward(
-            self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out
+            self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out, self.turn
         )
-        self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
+        self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.version = 0
         """Counts changes of the parameters' values."""
         self.edges: list[Callable[[], None]] = []
@@ -228,6 +231,7 @@ class Engine:
             raise
         return True
 
+    @alone
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
         self.edge()
@@ -237,6 +241,7 @@ class Engine:
         for group in self.groups:
             group.pending.settle()
 
+    @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets every gradient of the model. Without ``set_to_none`` they are zeros, and a step counts them."""
         for index in range(len(self.groups)):

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from threading import current_thread, get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
@@ -14,6 +16,7 @@ from unwall.runtime.calls import Call, Frame, is_running
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
+from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
@@ -33,6 +36,7 @@ class Forward:
         places: Places,
         backward: Backward,
         beginning: Callable[[], None],
+        turn: Turn,
     ) -> None:
         self.saved = SavedTensors(executor.groups, backward.reading)
         self._executor = executor
@@ -40,8 +44,11 @@ class Forward:
         self._places = places
         self._backward = backward
         self._beginning = beginning
+        self._turn = turn
         self._frames: list[Frame] = []
         self._handled = 0  # id of the exception in whose handler the outermost call was made
+        self._thread = 0
+        """Whose calls they are."""
 
     @property
     def running(self) -> bool:
@@ -51,18 +58,27 @@ class Forward:
 
     def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
-        if self._frames and module is self._frames[0].module:
-            self.forget_interrupted()
+        if self._frames:
+            if self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
+                self._turn.begin("a forward", sys._getframe(2))  # returns when theirs are over
+                self._frames.clear()
+            elif module is self._frames[0].module:
+                self.forget_interrupted()
         pair = caller = None
         if self._frames:
             if self.saved.watching:
                 self.saved.cover()
         else:
-            if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint's recomputation
+            caller = sys._getframe(2)  # the call of the hook that called this
+            if torch._C._current_graph_task_id() == -1:
+                if not self._turn.is_mine(caller):
+                    self._turn.begin("a forward", caller)
                 with transforms.outside():
                     self._begin_pass()
-            self._handled = id(sys.exception())
-            pair, caller = self.saved.watch(), sys._getframe(2)  # the call of the hook that called this
+            else:  # a checkpoint's recomputation
+                self._backward.note()
+            self._thread, self._handled = get_ident(), id(sys.exception())
+            pair = self.saved.watch()
         frame = Frame(module, pair, caller)
         self._frames.append(frame)
         for index in groups:
@@ -72,7 +88,7 @@ class Forward:
 
     def forget_interrupted(self) -> None:
         """Nothing tells of a call that ended with an interrupt (torch calls no hooks then): its frames are stale."""
-        if self._frames and not is_running(self._frames[0].caller):
+        if self._frames and self._thread == get_ident() and not is_running(self._frames[0].caller):
             pair = self._frames[0].saved
             self._frames.clear()
             close_all(self._executor.groups)
@@ -85,6 +101,11 @@ class Forward:
         if self.saved.watching:
             self.saved.cover()
         frame = self._frames[-1] if self._frames else None
+        if frame is not None and self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"a parameter of {type(frame.module).__name__} or of a module near it is read by thread "
+                f"{current_thread().name!r} while {self._turn.name()} runs the model: read it there, or take a state_dict()"
+            )
         places = self._places[id(param)]
         if len(places) > 1:
             slot = self._executor.groups[places[0].group].layout.slots[places[0].slot]
@@ -104,6 +125,9 @@ class Forward:
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward ends, well or with an exception (``output`` is None then)."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not in_backward and not (self._thread == get_ident() if self._frames else self._turn.is_mine()):
+            return  # it was refused
         while self._frames:
             frame = self._frames.pop()
             if frame.saved is not None:
@@ -119,9 +143,11 @@ class Forward:
             close_all(self._executor.groups)
         if not self._frames and not torch.is_grad_enabled():
             self._executor.lane.leave()
-        if not self._frames and self._ranks.size > 1 and torch._C._current_graph_task_id() == -1:
-            with transforms.outside():
-                self._meet_at_end(sys.exception() if output is None else None)
+        if not self._frames and not in_backward:
+            if self._ranks.size > 1:
+                with transforms.outside():
+                    self._meet_at_end(sys.exception() if output is None else None)
+            self._turn.end()
 
     def _meet_at_end(self, error: BaseException | None) -> None:
         """The outermost call ends: the ranks agree on what follows, or are told of this rank's error."""
@@ -131,16 +157,18 @@ class Forward:
             self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
 
     def _begin_pass(self) -> None:
+        interrupts.install()  # where someone has put another handler there since
         self._backward.restart()
         self._executor.agreement.begin_pass(torch.is_grad_enabled())
         self._beginning()
         self._executor.begin_pass(torch.is_grad_enabled())
 
     def _read(self, frame: Frame, index: int) -> None:
-        with transforms.outside():
-            self._executor.use(index)
-        self._executor.groups[index].faces.open()
-        frame.groups.append(index)
+        with interrupts.deferred:
+            with transforms.outside():
+                self._executor.use(index)
+            self._executor.groups[index].faces.open()
+            frame.groups.append(index)
 
     def _hand_up(self, frame: Frame, output: Any) -> None:
         """A call may return a view of a parameter: then whoever called it reads the group, too."""
@@ -170,6 +198,11 @@ class Forward:
             nodes = boundary_nodes(tensors, tensors_in(inputs))
             call.open_nodes = -1 if nodes is None else len(nodes)
             for node in nodes or ():
-                node.register_hook(lambda *_, call=call: backward.node_done(call))
+                node.register_hook(lambda *_, call=call: _deferred(backward.node_done, call))
         for tensor in tensors:
-            tensor.register_hook(lambda _, call=call: backward.begins(call))
+            tensor.register_hook(lambda _, call=call: _deferred(backward.begins, call))
+
+
+def _deferred(tell: Callable[[Call], None], call: Call) -> None:
+    with interrupts.deferred:
+        tell(call)

@@ -1,6 +1,7 @@
 """Ties a model's modules to the engine: hooks, watched parameter mappings, casts at the edges."""
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.native import interrupts
 from unwall.runtime.absent import describe_only
 from unwall.runtime.casts import Casts, casts_of
 from unwall.runtime.engine import Engine
@@ -69,7 +71,8 @@ class Enter(Hook):
         self._casts = casts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        self.engine.forward.enter(module, self._groups, self._reads)
+        with interrupts.deferred:
+            self.engine.forward.enter(module, self._groups, self._reads)
         return None if self._casts is None else self._casts.inputs(args, kwargs)
 
 
@@ -83,7 +86,8 @@ class Leave(Hook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.casts is not None:
             output = self.casts.outputs(output)
-        self.engine.forward.leave(module, (args, kwargs), output)
+        with interrupts.deferred:
+            self.engine.forward.leave(module, (args, kwargs), output)
         return output
 
 
@@ -91,6 +95,16 @@ class Leave(Hook):
 # all of dynamo at once.)
 Enter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 Leave.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+class Saving(Hook):
+    """A ``state_dict`` is a turn as a whole, so that a step of another thread does not come between two modules."""
+
+    def begin(self, *_: Any) -> None:
+        self.engine.turn.begin("state_dict", sys._getframe(1))
+
+    def end(self, *_: Any) -> None:
+        self.engine.turn.end()
 
 
 class Watched(dict[str, Any]):
@@ -211,7 +225,10 @@ def _watch_lookups(engine: Engine, module: nn.Module) -> None:
 
 def _save_and_load_whole(module: nn.Module, hooks: StateDictHooks) -> None:
     """``state_dict`` and ``load_state_dict`` work with whole tensors."""
-    module.register_state_dict_post_hook(functools.partial(hooks.saved))  # torch sets an attribute on it
+    turns = Saving(hooks.engine)
+    module.register_state_dict_pre_hook(turns.begin)
+    module.register_state_dict_post_hook(functools.partial(interrupts.defers(hooks.saved)))  # torch sets an attribute on it
+    module.register_state_dict_post_hook(functools.partial(turns.end))
     module.register_load_state_dict_pre_hook(hooks.before_load)
     module.register_load_state_dict_post_hook(hooks.after_load)
     module.__dict__["_save_to_state_dict"] = functools.partial(describe_only, module)

@@ -151,27 +151,12 @@ class SavedTensors:
         return value.new_empty(0).set_(storage, view.offset, view.shape, view.stride)
 
     def views_of(self, index: int) -> SavedViews:
-        """The count of what autograd holds of a group's flat buffer."""
+        """What goes with each view of a group's flat buffer that autograd holds: then it counts as ours."""
         return self._groups[index].buffer.saved
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         index = self.group_of(tensor)
         return "a tensor" if index is None else f"a parameter of group {self._groups[index].name}"
-
-
-class Counted:
-    """Goes with a view of a flat buffer that autograd holds: as long as it lives, the view counts as ours."""
-
-    __slots__ = ("_views",)
-
-    def __init__(self, views: SavedViews) -> None:
-        self._views = views
-        views.count += 1
-
-    def __del__(self) -> None:
-        views = getattr(self, "_views", None)  # None: interrupted while it was made
-        if views is not None:
-            views.count -= 1
 
 
 class Pair:
@@ -185,7 +170,7 @@ class Pair:
         self._checkpoint = isinstance(layers[0], Hooks) and layers[0].pack.__module__ == checkpoint.__name__
         """The first layer is a checkpoint's. See [Note: stand-ins]."""
 
-    def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, Counted | None]":
+    def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
         index = self.saved.group_of(tensor)
         stands_in = index is not None and self._checkpoint
         value: Any = self.saved.stand_ins.of(index, tensor) if index is not None and stands_in else tensor
@@ -197,10 +182,10 @@ class Pair:
         ours = not isinstance(self._layers[0], Hooks) or (
             isinstance(value, torch.Tensor) and self.saved.group_of(value) == index
         )
-        return index, value, Counted(self.saved.views_of(index)) if ours else None
+        return index, value, self.saved.views_of(index) if ours else None
 
-    def unpack(self, packed: "tuple[int | None, Any, Counted | None]") -> Any:
-        index, value, _ = packed
+    def unpack(self, packed: "tuple[int | None, Any, SavedViews | None]") -> Any:
+        index, value = packed[0], packed[1]
         if index is not None:
             self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):

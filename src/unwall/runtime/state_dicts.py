@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.runtime.engine import Engine
 from unwall.runtime.load_check import Given, compare, outline_of, wanted_by
 from unwall.runtime.whole import WholeParams, lay_out, put_whole, show_again, whole_dtype
@@ -22,7 +23,7 @@ class StateDictHooks:
     """``state_dict`` and ``load_state_dict`` of one model's modules: whole tensors, one module at a time."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._reader = WholeParams(engine)
         self._strict: bool | None = None  # None: some module outside called, nobody knows what it wants
         self._calls = 0
@@ -32,7 +33,7 @@ class StateDictHooks:
     def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
         for name, param in module._parameters.items():
-            if param is None or prefix + name not in state_dict or id(param) not in self._engine.places:
+            if param is None or prefix + name not in state_dict or id(param) not in self.engine.places:
                 continue
             value = self._reader.get(param)
             if value is None:
@@ -48,6 +49,10 @@ class StateDictHooks:
         """``load_state_dict`` of a module of the model, or of one that holds it."""
         if options.get("assign", args[2] if len(args) > 2 else False):
             refuse_assign()
+        with self.engine.turn.held("load_state_dict"):
+            return self._load(original, *args, **options)
+
+    def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         before, self._strict = self._strict, bool(options.get("strict", args[1] if len(args) > 1 else True))
         self._calls += 1
         try:
@@ -58,49 +63,51 @@ class StateDictHooks:
             if not self._calls:
                 self._end()
 
+    @interrupts.defers
     def before_load(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
     ) -> None:
         """Real memory for the module's own parameters, so that torch's own loading can write and check them."""
         if metadata.get("assign_to_params_buffers"):
             refuse_assign()
-        root = self._engine.root() if self._engine.root is not None else None
+        root = self.engine.root() if self.engine.root is not None else None
         if self._outermost is None or (not self._calls and module is root):
             self._end()
             self._begin(module, state_dict, prefix)
         self._take_from_rank_0(module, state_dict, prefix)
-        for name in module._buffers if self._engine.unwritten else ():
+        for name in module._buffers if self.engine.unwritten else ():
             if prefix + name in state_dict:
-                self._engine.unwritten.pop((id(module), name), None)
+                self.engine.unwritten.pop((id(module), name), None)
         for name, param in module._parameters.items():
-            if param is None or id(param) not in self._engine.places:
+            if param is None or id(param) not in self.engine.places:
                 continue
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor):  # otherwise it is missing
-                dtype = whole_dtype(self._engine, param)
-                lay_out(param, torch.empty(param.shape, dtype=dtype, device=self._engine.device.device))
-                self._engine.loading.add(id(param))
+                dtype = whole_dtype(self.engine, param)
+                lay_out(param, torch.empty(param.shape, dtype=dtype, device=self.engine.device.device))
+                self.engine.loading.add(id(param))
 
+    @interrupts.defers
     def after_load(self, module: nn.Module, _: Any) -> None:
         """What was loaded goes into the shards."""
         for param in module._parameters.values():
-            if param is None or id(param) not in self._engine.loading:
+            if param is None or id(param) not in self.engine.loading:
                 continue
-            self._engine.loading.discard(id(param))
+            self.engine.loading.discard(id(param))
             try:
-                put_whole(self._engine, param, param.data)
+                put_whole(self.engine, param, param.data)
             except BaseException as error:
-                self._engine.executor.agreement.fail(error, spoilt=False)
+                self.engine.executor.agreement.fail(error, spoilt=False)
                 raise
-            show_again(self._engine, param)
+            show_again(self.engine, param)
         if module is self._outermost:
             self._end()
 
     def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """See [Note: loading]."""
-        self._engine.executor.together("load_state_dict")
-        wanted = wanted_by(module, prefix, self._engine.places)
-        every = self._engine.ranks.every(outline_of(state_dict, prefix, wanted, digests=self._engine.ranks.size > 1))
+        self.engine.executor.together("load_state_dict")
+        wanted = wanted_by(module, prefix, self.engine.places)
+        every = self.engine.ranks.every(outline_of(state_dict, prefix, wanted, digests=self.engine.ranks.size > 1))
         problems = compare(every, wanted, self._strict)
         if problems:
             listed = "\n\t".join(problems)
@@ -114,19 +121,19 @@ class StateDictHooks:
         """The load is over, well or not: parameters that it was about to write show what they did before."""
         self._outermost = None
         self._missing_elsewhere = {}
-        if not self._engine.loading:
+        if not self.engine.loading:
             return
-        for group in self._engine.groups:
+        for group in self.engine.groups:
             for param in group.params:
-                if id(param) in self._engine.loading:
-                    self._engine.loading.discard(id(param))
-                    show_again(self._engine, param)
+                if id(param) in self.engine.loading:
+                    self.engine.loading.discard(id(param))
+                    show_again(self.engine, param)
 
     def _take_from_rank_0(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """What some other rank was not given comes from rank 0."""
         if not self._missing_elsewhere:
             return
-        ranks, device = self._engine.ranks, self._engine.device.device
+        ranks, device = self.engine.ranks, self.engine.device.device
         for name in (*module._parameters, *module._buffers):
             given = self._missing_elsewhere.get(prefix + name)
             if given is None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from unwall.native import interrupts
 from unwall.runtime.absent import become_plain
 from unwall.runtime.engine import Engine
 from unwall.runtime.places import Place
@@ -204,33 +205,48 @@ def lend(
     engine: Engine, params: Sequence[nn.Parameter], write: bool, rank: int = 0, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
     """Inside, the parameters are whole, in full precision or in ``dtype``, on the device. ``rank``: whose writes count."""
-    engine.edge()
-    engine.executor.together("full_params")
+    with engine.turn.held("full_params"):
+        yield from _lend(engine, params, write, rank, dtype)
+
+
+def _lend(engine: Engine, params: Sequence[nn.Parameter], write: bool, rank: int, dtype: torch.dtype | None) -> Iterator[None]:
+    with interrupts.deferred:
+        engine.edge()
+        engine.executor.together("full_params")
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.
     params = [param for param in params if id(param) in engine.places and id(param) not in engine.lent]
     lent: list[nn.Parameter] = []
     try:
-        for param in params:
-            value = reader.get(param)
-            assert value is not None
-            engine.lent.add(id(param))
-            lent.append(param)
-            lay_out(param, value if dtype is None else rounded(value, dtype))
+        with interrupts.deferred:
+            for param in params:
+                value = reader.get(param)
+                assert value is not None
+                engine.lent.add(id(param))
+                lent.append(param)
+                lay_out(param, value if dtype is None else rounded(value, dtype))
         with engine.executor.prepared("full_params(write=True)") if write else nullcontext():
             yield
         if write:
-            for param in lent:
-                if engine.is_reshaped(param):
-                    continue
-                value = param.data.contiguous()
-                engine.ranks.broadcast(value, rank)
-                put_changed(engine, param, value, keep=dtype is not None)
-            engine.groups[0].pending.staging.close()
+            with interrupts.deferred:
+                interrupts.commit()
+                _take_back(engine, lent, rank, dtype)
     finally:
-        for param in lent:
-            engine.lent.discard(id(param))
-            if engine.is_reshaped(param):  # as transformers does it when it resizes embeddings
-                engine.set_aside(param)
-            else:
-                show_again(engine, param)
+        with interrupts.deferred:
+            for param in lent:
+                engine.lent.discard(id(param))
+                if engine.is_reshaped(param):  # as transformers does it when it resizes embeddings
+                    engine.set_aside(param)
+                else:
+                    show_again(engine, param)
+
+
+def _take_back(engine: Engine, lent: list[nn.Parameter], rank: int, dtype: torch.dtype | None) -> None:
+    """What one rank has made of the parameters goes into the shards of all."""
+    for param in lent:
+        if engine.is_reshaped(param):
+            continue
+        value = param.data.contiguous()
+        engine.ranks.broadcast(value, rank)
+        put_changed(engine, param, value, keep=dtype is not None)
+    engine.groups[0].pending.staging.close()

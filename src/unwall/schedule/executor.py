@@ -277,8 +277,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         ``departed``: also waits until what leaves the device has left it. Otherwise the host, which runs ahead of the device,
         would queue so many sums that the device held the gradients of the whole model at once."""
         while len(self._reducing) > leave:
-            index = self._reducing.popleft()
-            self.gradients[index].finish_reduce()
+            index = self._reducing[0]
+            self.gradients[index].finish_reduce()  # first: it may be interrupted, and called again
+            self._reducing.popleft()
             if index not in self._pieces:
                 self._reduced.append(index)
             if departed:

@@ -79,6 +79,11 @@ class Trace:
         return True
 
     @property
+    def position(self) -> int:
+        """Uses in this pass so far."""
+        return len(self._now)
+
+    @property
     def known(self) -> bool:
         """Whether the rest of this pass can be predicted."""
         return self._expected is not None

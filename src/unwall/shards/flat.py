@@ -11,6 +11,7 @@ A copy or a collective may be writing when something raises, an interrupt among 
 start, and outwaits them before it gives memory back, whatever happens meanwhile.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,12 +33,10 @@ def storage_uses(tensor: torch.Tensor) -> int | None:
 
 
 class SavedViews:
-    """How many views of one storage autograd holds through our own hooks."""
+    """Goes with each view of one storage that autograd holds through our own hooks: those who refer to it are counted. There is
+    nothing to count down, so an exception out of nowhere cannot prevent it."""
 
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
+    __slots__ = ()
 
 
 class InFlight(Protocol):
@@ -68,6 +67,7 @@ class FlatBuffer:
         self.tensor = self._block.view(self._layout.dtype)
         self.views = [self.tensor[slot.offset : slot.end].view(slot.view_shape) for slot in self._layout.slots]
         self.saved = SavedViews()
+        self._own_refs = sys.getrefcount(self.saved)
         self._own_uses = self._count()
         if self._known is not None:
             self._known[0][self.key] = self._known[1]
@@ -89,6 +89,7 @@ class FlatBuffer:
 
     def fill(self) -> None:
         """Memory is there, with undefined content. BudgetError when there is none."""
+        self._outwait()  # an interrupted fetch may still write
         if self._block is None:
             self.bind()
         elif self._comes_and_goes:
@@ -122,7 +123,8 @@ class FlatBuffer:
             self._work.pop()
 
     def _is_ours(self) -> bool:
-        return _uses is None or self._count() <= self._own_uses + self.saved.count
+        saved = sys.getrefcount(self.saved) - self._own_refs
+        return _uses is None or self._count() <= self._own_uses + saved
 
     def _count(self) -> int:
         return 0 if _uses is None else _uses(self.tensor.untyped_storage()._cdata)

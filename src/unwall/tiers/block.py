@@ -1,6 +1,7 @@
 """What a tier hands out, and the protocol of the tiers."""
 
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,13 @@ class FreedError(RuntimeError):
 
 
 class Block:
-    """Bytes on a tier. Life cycle: allocated by its tier, freed once by it; any use after that raises FreedError."""
+    """Bytes on a tier. Life cycle: allocated by its tier, freed once by it; any use after that raises FreedError.
+
+    One that is dropped without being freed (an exception came between) is counted no more.
+    """
+
+    charged_bytes = 0
+    """What the ledger counts for it."""
 
     def __init__(self, ledger: Ledger, nbytes: int, label: str) -> None:
         self.ledger = ledger
@@ -25,6 +32,10 @@ class Block:
         self.nbytes = nbytes
         self.label = label
         self._freed = False
+
+    def __del__(self) -> None:
+        if self.charged_bytes:
+            self.ledger.abandon(self.charged_bytes)
 
     @property
     def tier(self) -> TierName:
@@ -52,11 +63,14 @@ class Block:
 class MemoryBlock(Block):
     """Bytes that a tensor can view (device or host)."""
 
-    def __init__(self, ledger: Ledger, nbytes: int, label: str, data: torch.Tensor) -> None:
+    def __init__(self, ledger: Ledger, nbytes: int, label: str, data: torch.Tensor | None = None) -> None:
         super().__init__(ledger, nbytes, label)
+        if data is not None:
+            self._data = data
+
+    def fill(self, data: torch.Tensor) -> None:
+        """The memory, which its tier has taken after it was counted."""
         self._data = data
-        self.charged = True
-        """Its bytes are counted in the ledger."""
 
     @property
     def data(self) -> torch.Tensor:
@@ -81,7 +95,7 @@ class MemoryBlock(Block):
 
     def mark_freed(self, ledger: Ledger) -> None:
         super().mark_freed(ledger)
-        del self._data
+        self.__dict__.pop("_data", None)
 
 
 class DiskBlock(Block):
@@ -92,6 +106,13 @@ class DiskBlock(Block):
         self.extents = extents
         self.in_flight: weakref.WeakSet[NativeTicket] = weakref.WeakSet()
         """Requests on the extents. Weak: a ticket that is dropped has waited for its request in its finaliser."""
+        self.lost: deque[tuple[tuple[Extent, ...], list[NativeTicket]]] | None = None
+        """Where its tier finds the extents, and what is in flight on them, if it is dropped without being freed."""
+
+    def __del__(self) -> None:
+        if self.lost is not None and not self._freed and self.extents:
+            self.lost.append((self.extents, list(self.in_flight)))
+        super().__del__()
 
     def head(self, nbytes: int) -> "DiskBlock":
         """The first bytes of this block as a block, to be used in its place for a while. It is not freed."""

@@ -36,19 +36,18 @@ class DeviceTier:
 
     def allocate(self, nbytes: int, label: str = "") -> MemoryBlock:
         check_size(nbytes, self.name)
-        self.ledger.reserve(nbytes, label)
+        block = MemoryBlock(self.ledger, nbytes, label)
+        self.ledger.charge(block, nbytes, label)
         try:
-            data = self._insist(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            block.fill(self._insist(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self.device)))
         except BaseException:
-            self.ledger.release(nbytes)
+            self.ledger.discharge(block)
             raise
-        return MemoryBlock(self.ledger, nbytes, label, data)
+        return block
 
     def free(self, block: Block) -> None:
-        charged = isinstance(block, MemoryBlock) and block.charged
         block.mark_freed(self.ledger)
-        if charged:
-            self.ledger.release(block.nbytes)
+        self.ledger.discharge(block)
 
     def deflate(self, block: MemoryBlock) -> None:
         """Takes the block's memory away and keeps its storage object. Nothing to do where it has none.
@@ -61,9 +60,8 @@ class DeviceTier:
     def inflate(self, block: MemoryBlock) -> None:
         """Gives the block memory again, with undefined content. Nothing to do where it has some."""
         self._account(block)
-        if not block.charged:
-            self.ledger.reserve(block.nbytes, block.label)
-            block.charged = True
+        if not block.charged_bytes:
+            self.ledger.charge(block, block.nbytes, block.label)
         try:
             self._insist(lambda: block.data.untyped_storage().resize_(block.nbytes))
         finally:
@@ -81,9 +79,8 @@ class DeviceTier:
 
     def _account(self, block: MemoryBlock) -> None:
         """The ledger counts what the block has, whatever was interrupted before."""
-        if block.charged and block.deflated:
-            block.charged = False
-            self.ledger.release(block.nbytes)
+        if block.deflated:
+            self.ledger.discharge(block)
 
     def close(self) -> None:
         """Nothing to do: memory goes with its blocks."""

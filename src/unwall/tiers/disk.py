@@ -5,6 +5,7 @@ import errno
 import shutil
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from unwall.native.memory import HostMemory
 from unwall.native.ticket import NativeTicket
 from unwall.tiers.block import Block, DiskBlock, check_size
 from unwall.tiers.claim import Claim, claim
-from unwall.tiers.extents import FreeList
+from unwall.tiers.extents import Extent, FreeList
 from unwall.tiers.host import local_ranks
 from unwall.tiers.ledger import Ledger, TierName
 from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes
@@ -49,6 +50,7 @@ class DiskTier:
         self.ledger = Ledger("disk", budget_bytes)
         self._lock = threading.Lock()
         self._free = FreeList()
+        self._lost: deque[tuple[tuple[Extent, ...], list[NativeTicket]]] = deque()
         self._used_bytes = 0  # beyond this nothing was ever written: it reads as zeros
         self._growth_bytes = align_up(growth_bytes, STRIPE_BYTES * len(directories))
         self.removed: list[Path] = []
@@ -74,24 +76,36 @@ class DiskTier:
         check_size(nbytes, self.name)
         if not self._shut.alive:
             raise RuntimeError("this disk tier is closed")
-        self.ledger.reserve(align_up(nbytes), label)
+        block = DiskBlock(self.ledger, nbytes, label, ())
+        block.lost = self._lost
+        self.ledger.charge(block, align_up(nbytes), label)
         try:
             try:
-                return self._take(nbytes, label)
+                self._take(block)
             except OSError as error:
                 if error.errno not in _FULL or not self.ledger.reclaim():
                     raise
-                return self._take(nbytes, label)
+                self._take(block)
         except BaseException:
-            self.ledger.release(align_up(nbytes))
+            self.ledger.discharge(block)
             raise
+        return block
 
-    def _take(self, nbytes: int, label: str) -> DiskBlock:
+    def _take(self, block: DiskBlock) -> None:
+        self._find_lost()
         with self._lock:
-            self._grow(self._free.shortage(nbytes), label)
-            block = DiskBlock(self.ledger, nbytes, label, self._free.take(nbytes))
+            self._grow(self._free.shortage(block.nbytes), block.label)
+            block.extents = self._free.take(block.nbytes)
             self._used_bytes = max(self._used_bytes, *(extent.end for extent in block.extents))
-            return block
+
+    def _find_lost(self) -> None:
+        """The extents of blocks that were dropped without being freed can be used again."""
+        while self._lost:
+            extents, in_flight = self._lost[0]
+            _outwait(in_flight)
+            with self._lock:
+                self._lost.popleft()
+                self._free.give_back(extents)
 
     def zeros(self, nbytes: int, label: str = "") -> DiskBlock:
         """A block that reads as zeros. Space that was never handed out does already; the rest is written."""
@@ -116,16 +130,16 @@ class DiskTier:
 
     def free(self, block: Block) -> None:
         """Waits for requests on the block that are still in flight: its place must not be handed out under them."""
-        block.mark_freed(self.ledger)
-        assert isinstance(block, DiskBlock)
+        block.check_live()
+        if isinstance(block, DiskBlock):
+            with self._lock:
+                in_flight = list(block.in_flight)
+            _outwait(in_flight)  # first: an interrupted free is none
         with self._lock:
-            in_flight = list(block.in_flight)
-        for ticket in in_flight:
-            with contextlib.suppress(Exception):  # who asked for it gets the error from the ticket
-                ticket.wait()
-        with self._lock:
+            block.mark_freed(self.ledger)
+            assert isinstance(block, DiskBlock)
             self._free.give_back(block.extents)
-        self.ledger.release(align_up(block.nbytes))
+        self.ledger.discharge(block)
 
     def read(
         self,
@@ -201,6 +215,12 @@ class DiskTier:
                 raise
             self._free.grow(attempt)
             return
+
+
+def _outwait(in_flight: list[NativeTicket]) -> None:
+    for ticket in in_flight:
+        with contextlib.suppress(Exception):  # who asked for it gets the error from the ticket
+            ticket.wait()
 
 
 def named(error: DiskError, what: str) -> DiskError:

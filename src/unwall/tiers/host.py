@@ -35,22 +35,23 @@ class HostTier:
 
     def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> "HostBlock":
         check_size(nbytes, self.name)
-        self.ledger.reserve(nbytes, label)
+        pinned = pinned and torch.cuda.is_available()
+        block = HostBlock(self.ledger, nbytes, label, None, pinned)
+        self.ledger.charge(block, nbytes, label)
         try:
             memory = HostMemory(nbytes, self.pool)
             buffer = memory.buffer()
-            pinned = pinned and torch.cuda.is_available()
             if pinned:
                 _page_lock(buffer, memory.address, nbytes)
-            data = torch.frombuffer(buffer, dtype=torch.uint8)
+            block.fill(torch.frombuffer(buffer, dtype=torch.uint8))
         except BaseException:
-            self.ledger.release(nbytes)
+            self.ledger.discharge(block)
             raise
-        return HostBlock(self.ledger, nbytes, label, data, pinned)
+        return block
 
     def free(self, block: Block) -> None:
         block.mark_freed(self.ledger)
-        self.ledger.release(block.nbytes)
+        self.ledger.discharge(block)
 
     def close(self) -> None:
         """Nothing to do: memory goes with its blocks."""
@@ -59,7 +60,7 @@ class HostTier:
 class HostBlock(MemoryBlock):
     """Host memory with an address that native code and O_DIRECT can use (page-aligned)."""
 
-    def __init__(self, ledger: Ledger, nbytes: int, label: str, data: torch.Tensor, pinned: bool) -> None:
+    def __init__(self, ledger: Ledger, nbytes: int, label: str, data: torch.Tensor | None, pinned: bool) -> None:
         super().__init__(ledger, nbytes, label, data)
         self.pinned = pinned
 

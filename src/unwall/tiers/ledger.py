@@ -2,8 +2,9 @@
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from unwall.tiers.sizes import format_bytes
 
@@ -28,8 +29,18 @@ class BudgetError(RuntimeError):
         self.budget_bytes = budget_bytes
 
 
+class Holder(Protocol):
+    """Whose bytes they are: a block."""
+
+    charged_bytes: int
+
+
 class Ledger:
-    """Live and peak bytes of one tier against its budget. Safe to use from several threads."""
+    """Live and peak bytes of one tier against its budget. Safe to use from several threads.
+
+    A block's bytes are counted from ``charge`` to ``discharge``, or until the block goes (``abandon``, from its finaliser). The
+    count and what the block says of it change together, between two calls: an exception out of nowhere finds them equal.
+    """
 
     def __init__(self, tier: TierName, budget_bytes: int | None = None) -> None:
         if budget_bytes is not None and budget_bytes < 0:
@@ -42,9 +53,12 @@ class Ledger:
         self._lock = threading.Lock()
         self._live = 0
         self._peak = 0
+        self._abandoned: deque[int] = deque()  # a finaliser must not wait for the lock
 
     @property
     def live_bytes(self) -> int:
+        if self._abandoned:
+            self._collect()
         return self._live
 
     @property
@@ -54,16 +68,39 @@ class Ledger:
     @property
     def free_bytes(self) -> int | None:
         """What the budget leaves, or None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self._live
+        return None if self.budget_bytes is None else self.budget_bytes - self.live_bytes
 
     def reserve(self, nbytes: int, label: str = "") -> None:
         """Counts ``nbytes`` as live, or raises BudgetError and counts nothing."""
+        self._reserve(nbytes, label, None)
+
+    def charge(self, holder: Holder, nbytes: int, label: str = "") -> None:
+        """The same; from that moment on they are the holder's."""
+        self._reserve(nbytes, label, holder)
+
+    def discharge(self, holder: Holder) -> None:
+        """The holder's bytes are counted no more. Nothing to do where they are not."""
+        with self._lock:
+            nbytes = holder.charged_bytes
+            holder.charged_bytes = 0
+            self._live -= nbytes
+
+    def abandon(self, nbytes: int) -> None:
+        """The holder of these bytes is gone. For finalisers: takes no lock."""
+        self._abandoned.append(nbytes)
+
+    def _collect(self) -> None:
+        with self._lock:
+            while self._abandoned:
+                self._live -= self._abandoned.popleft()
+
+    def _reserve(self, nbytes: int, label: str, holder: Holder | None) -> None:
         try:
-            self._count(nbytes, label)
+            self._count(nbytes, label, holder)
         except BudgetError:
             if not self.reclaim():
                 raise
-            self._count(nbytes, label)
+            self._count(nbytes, label, holder)
 
     def ask_before_refusing(self, method: Callable[[], None]) -> None:
         """A bound method that gives back what its object can do without. Known for as long as that object lives."""
@@ -81,10 +118,14 @@ class Ledger:
                 call()
         return bool(asked)
 
-    def _count(self, nbytes: int, label: str) -> None:
+    def _count(self, nbytes: int, label: str, holder: Holder | None) -> None:
+        if self._abandoned:
+            self._collect()
         with self._lock:
             if self.budget_bytes is not None and self._live + nbytes > self.budget_bytes:
                 raise BudgetError(self.tier, nbytes, self._live, self.budget_bytes, label)
+            if holder is not None:
+                holder.charged_bytes = nbytes
             self._live += nbytes
             self._peak = max(self._peak, self._live)
 

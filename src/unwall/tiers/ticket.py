@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from unwall.native import interrupts
 from unwall.tiers.meter import LinkMeter
 
 _POLL_SECONDS = 50e-6
@@ -41,6 +42,18 @@ class Finished:
         return
 
 
+def result_of(future: "Future[None]", timeout: float | None = None) -> None:
+    """Waits for it and raises what it failed with. See [Note: interrupts] in native/interrupts.py."""
+    while timeout is None and not future.done():
+        try:
+            future.result(interrupts.SLICE_SECONDS)
+        except TimeoutError:
+            interrupts.check()
+        else:
+            return
+    future.result(timeout)
+
+
 class FutureTicket:
     """Work on a Python thread."""
 
@@ -52,7 +65,7 @@ class FutureTicket:
 
     def wait(self, timeout: float | None = None) -> None:
         try:
-            self._future.result(timeout)
+            result_of(self._future, timeout)
         except TimeoutError as error:
             if self._future.done():
                 raise
@@ -89,7 +102,7 @@ class EventTicket:
         stream.wait_event(self._event)
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the device failed, or the interpreter is shutting down
+        with interrupts.finalizing, contextlib.suppress(Exception):  # the device failed, or the interpreter is shutting down
             if self._keep:
                 self._event.synchronize()
 

@@ -1,0 +1,169 @@
+"""Whose turn it is to use a model: one thread at a time.
+
+[Note: turns]
+A forward, a backward, a step, a state dict: each takes a turn, and another thread that comes meanwhile waits until it has
+ended. So an evaluation beside training, or a thread that saves, gets what it would have got alone. A forward is over when its
+outermost call returns; the backward of the same pass takes a turn of its own, and another thread may use the model between the
+two.
+
+A turn belongs to a thread; that of a backward to every thread that works for it (autograd has some for accelerators). Nothing
+tells of a turn that ended with an interrupt, so whoever waits looks whether what began it is still on a stack.
+
+Waiting could be for ever: a forward that starts threads which run parts of the same model waits for them, and they for it.
+After ``PATIENCE_SECONDS`` in which the other one has used nothing, that is an error. Over several ranks nobody waits: the order
+of two threads could differ between ranks.
+
+A child that was forked has the model's memory but none of the threads that move it: using the model there is an error.
+"""
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from unwall.native import interrupts
+
+PATIENCE_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+"""What is on the stack of whoever called backward, for as long as it runs."""
+
+
+class Turn:
+    """The turns of one model. See [Note: turns]. ``progress``: a number that changes while the model is in use."""
+
+    def __init__(self, ranks: int, progress: Callable[[], object]) -> None:
+        self._alone = ranks == 1
+        self._progress = progress
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._thread: int | None = None
+        self._what = ""
+        self._during: FrameType | None = None
+        """The Python frame that the turn ends with. None: of a backward, or to be ended by hand."""
+        self._is_backward = False
+        self._nested = 0
+        """Turns inside it, of the same thread."""
+
+    def begin(self, what: str, during: FrameType | None = None, *, backward: bool = False) -> None:
+        """Waits for its turn. RuntimeError in a forked child, and where waiting would be in vain."""
+        self._check_process(what)
+        me = threading.get_ident()
+        with interrupts.deferred, self._changed:
+            if self._thread is not None and not self._is_over():
+                if self._thread == me or self._works_for_holder(me, backward):
+                    self._nested += 1
+                    return
+                self._wait(what)
+            self._thread, self._what, self._during, self._is_backward, self._nested = me, what, during, backward, 0
+
+    def end(self) -> None:
+        """Nothing to do where another thread has found it over."""
+        with interrupts.deferred, self._changed:
+            if self._thread is None or (not self._is_backward and self._thread != threading.get_ident()):
+                return
+            if self._nested:
+                self._nested -= 1
+                return
+            self._thread = self._during = None
+            self._changed.notify_all()
+
+    @contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        taken = False
+        try:
+            with interrupts.deferred:
+                self.begin(what)
+                taken = True
+            yield
+        finally:
+            if taken:
+                self.end()
+
+    def is_mine(self, during: FrameType | None = None) -> bool:
+        """Whether this thread has it, and until that frame ends, if one is named."""
+        return self._thread == threading.get_ident() and (during is None or self._during is during)
+
+    def name(self) -> str:
+        """Whose turn it is, for messages."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return f"thread {names.get(self._thread, self._thread)!r} ({self._what})"
+
+    def _check_process(self, what: str) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{what} in a forked child (process {os.getpid()}): the model was sharded in process {self._pid}, and the "
+                "threads that move its states are there. Use it there, or start processes with 'spawn' and shard one in each"
+            )
+
+    def _is_over(self) -> bool:
+        """Whether what began the turn has ended without saying so."""
+        stacks = sys._current_frames()
+        assert self._thread is not None
+        if self._is_backward:
+            return self._nested == 0 and not any(_has(stack, _BACKWARD) for stack in stacks.values())
+        return self._thread not in stacks or (self._during is not None and not _is_on(stacks[self._thread], self._during))
+
+    def _works_for_holder(self, me: int, backward: bool) -> bool:
+        """A backward that is called inside a forward may run on a thread of autograd's."""
+        holder = sys._current_frames().get(self._thread or 0)
+        return backward and holder is not None and _has(holder, _BACKWARD) and not _has(sys._current_frames()[me], _BACKWARD)
+
+    def _wait(self, what: str) -> None:
+        if not self._alone:
+            raise RuntimeError(
+                f"{what}: {self.name()} is using the model. Over several ranks one thread uses a model, because ranks would "
+                "meet in another order: do it there, or one after the other"
+            )
+        seen, since = self._progress(), time.monotonic()
+        while self._thread is not None and not self._is_over():
+            self._changed.wait(_LOOK_SECONDS)
+            interrupts.check()
+            if self._progress() != seen:
+                seen, since = self._progress(), time.monotonic()
+            elif time.monotonic() - since > PATIENCE_SECONDS:
+                raise RuntimeError(
+                    f"{what}: {self.name()} has been using the model for {PATIENCE_SECONDS:.0f} s without getting on. One "
+                    "thread at a time uses a sharded model: a forward must not wait for threads that run parts of it"
+                )
+
+
+class HasTurn(Protocol):
+    """An engine."""
+
+    turn: Turn
+
+
+E = TypeVar("E", bound=HasTurn)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def alone(method: "Callable[Concatenate[E, P], R]") -> "Callable[Concatenate[E, P], R]":
+    """A method of an engine as a turn of its own, in which interrupts are deferred."""
+
+    @functools.wraps(method)
+    def whole(engine: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with interrupts.deferred, engine.turn.held(method.__name__):
+            return method(engine, *args, **kwargs)
+
+    return whole
+
+
+def _has(stack: FrameType | None, code: object) -> bool:
+    while stack is not None and stack.f_code is not code:
+        stack = stack.f_back
+    return stack is not None
+
+
+def _is_on(stack: FrameType | None, frame: FrameType) -> bool:
+    while stack is not None and stack is not frame:
+        stack = stack.f_back
+    return stack is not None

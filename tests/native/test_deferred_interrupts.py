@@ -1,0 +1,124 @@
+"""Ctrl-C inside our own code waits for its edge, and is never lost."""
+# ruff: noqa: PT012 (where it is raised is what is tested)
+
+import signal
+import threading
+
+import pytest
+
+from unwall.native import interrupts
+from unwall.native.ticket import Signal
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.install()
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_waits_for_the_edge_of_the_outermost_section():
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        with interrupts.deferred:
+            interrupt()
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"]
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()  # outside: at once
+
+
+def test_a_second_one_is_raised_at_once_and_the_next_one_waits_again():
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred, interrupts.deferred:
+        interrupt()
+        interrupt()
+        done.append("not reached")
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        interrupt()
+        done.append("reached")
+    assert done == ["reached"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_handler_of_the_user_is_asked_at_the_edge(again):
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    interrupts.install()
+    if again:  # it may pass the signal on to the one that it has replaced
+        inner = signal.signal(signal.SIGINT, lambda number, frame: inner(number, frame))
+        interrupts.install()
+    with interrupts.deferred:
+        interrupt()
+        assert seen == []
+    assert seen == [signal.SIGINT]
+    interrupt()
+    assert seen == [signal.SIGINT] * 2
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        interrupt()
+
+
+def test_what_is_ignored_stays_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    interrupts.install()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_sections_of_other_threads_defer_nothing():
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with interrupts.deferred:
+            interrupts.install()  # does nothing there
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    inside.wait()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+    finally:
+        leave.set()
+        thread.join()
+
+
+def test_a_wait_that_takes_long_ends():
+    never = Signal()
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        interrupt()
+        never.wait()
+    never.set()
+
+
+def test_a_wait_ends_what_is_committed_first():
+    later = Signal()
+    timer = threading.Timer(2 * interrupts.SLICE_SECONDS, later.set)
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        interrupts.commit()
+        interrupt()
+        timer.start()
+        later.wait()
+        done.append("waited")
+    assert done == ["waited"]
+
+
+def test_an_interrupt_in_a_finaliser_comes_a_moment_later():
+    class Thing:
+        def __del__(self):
+            with interrupts.finalizing:
+                interrupt()
+                interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        Thing()
+        threading.Event().wait(30)

@@ -1,0 +1,177 @@
+"""Several threads on one sharded model: each gets what it would have got alone, or is told."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import unwall
+from unwall.plans import Plan
+from unwall.runtime import turns
+
+WIDTH, ROUNDS = 32, 12
+PLACES = {
+    "device": {},
+    "host": {"params": "host", "optimizer": "host", "device_bytes": 8 * 4 * (WIDTH * WIDTH + WIDTH + 2048)},
+}
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+
+
+def start(place, **options):
+    model = build()
+    unwall.shard(model, Plan(compute_dtype=torch.float32, **PLACES[place]))
+    return model, unwall.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def inputs(seed):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        model(inputs(seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def outputs(model, seeds):
+    return [model(inputs(seed)) for seed in seeds]
+
+
+def together(*works):
+    """Runs them at the same time, each on a thread of its own, and gives their results."""
+    ready = threading.Barrier(len(works))
+
+    def run(work):
+        ready.wait()
+        return work()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.result() for future in [pool.submit(run, work) for work in works]]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_two_evaluations(place):
+    model, _ = start(place)
+    plain = build()
+    seeds = range(4 * ROUNDS), range(100, 100 + 4 * ROUNDS)
+    found = together(*[lambda these=these: outputs(model, these) for these in seeds])
+    for these, got in zip(seeds, found, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(got, outputs(plain, these), strict=True))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_evaluation_and_state_dicts_beside_training(place):
+    calm, calm_optimizer = start(place)
+    states = [calm.state_dict()]
+    for seed in range(ROUNDS):
+        train(calm, calm_optimizer, [seed])
+        states.append(calm.state_dict())
+    model, optimizer = start(place)
+    _, evaluated, saved = together(
+        lambda: train(model, optimizer, range(ROUNDS)),
+        lambda: [outputs(model, [7])[0] for _ in range(ROUNDS)],
+        lambda: [model.state_dict() for _ in range(ROUNDS)],
+    )
+    plain = build()
+    possible = []
+    for state in states:
+        plain.load_state_dict(state)
+        possible += outputs(plain, [7])
+    assert all(any(torch.equal(one, other) for other in possible) for one in evaluated)  # of a moment between two steps
+    for state in saved:
+        assert any(all(torch.equal(state[name], other[name]) for name in state) for other in states)
+    assert all(torch.equal(value, states[-1][name]) for name, value in model.state_dict().items())
+
+
+def test_a_parameter_that_another_thread_looks_up_is_refused():
+    model, _ = start("host")
+    refused = []
+
+    def look(*_):
+        def read():
+            with pytest.raises(RuntimeError, match="read by thread 'reader' while thread 'MainThread'"):
+                refused.append(model[4].weight.norm())
+
+        thread = threading.Thread(target=read, name="reader")
+        thread.start()
+        thread.join()
+        refused.append("once")
+
+    handle = model[3].register_forward_hook(look)
+    got = outputs(model, [1])[0]
+    handle.remove()
+    assert refused == ["once"]
+    assert torch.equal(got, outputs(build(), [1])[0])
+
+
+def test_a_forward_that_waits_for_threads_of_its_own_is_told(monkeypatch):
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 0.2)
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x):
+            return sum(together(*[lambda part=part: part(x) for part in self.parts]))
+
+    model = Split()
+    unwall.shard(model, Plan(params="host", optimizer="host", compute_dtype=torch.float32))
+    with pytest.raises(RuntimeError, match="must not wait for threads that run parts of it"):
+        model(inputs(0))
+    assert model.parts[0](inputs(0)).shape == (4, WIDTH)  # the model is usable
+
+
+def test_a_thread_that_ended_in_the_middle_holds_nobody_up():
+    model, _ = start("host")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model[5].register_forward_hook(stop)
+
+    def work():
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs(0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    handle.remove()
+    assert torch.equal(outputs(model, [1])[0], outputs(build(), [1])[0])
+
+
+def run_over_ranks():
+    model, _ = start("host")
+    told = []
+
+    def look(*_):
+        def use():
+            try:
+                model(inputs(0))
+            except RuntimeError as error:
+                told.append(str(error))
+
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+
+    handle = model[3].register_forward_hook(look)
+    got = outputs(model, [1])[0]
+    handle.remove()
+    return told, torch.equal(got, outputs(build(), [1])[0])
+
+
+def test_over_several_ranks_one_thread_uses_the_model(ranks):
+    for told, right in ranks(2).run(run_over_ranks):
+        assert len(told) == 1
+        assert "Over several ranks one thread" in told[0]
+        assert right

@@ -1,0 +1,53 @@
+"""Ctrl-C at a chosen place: a real SIGINT, raised at the k-th call or return in the main thread, of Python or C functions."""
+
+import signal
+import sys
+import types
+
+from unwall.optim.sharded import ShardedOptimizer
+from unwall.runtime.backward import Arrived
+from unwall.runtime.hooks import Enter, Leave
+
+HOOKS = {method.__code__ for method in (Enter.__call__, Leave.__call__, Arrived.__call__)}
+HOOKS.add(ShardedOptimizer.zero_grad.__code__)
+
+
+class AtEvent:
+    """Inside: SIGINT at the ``k``-th event. ``events`` counts them, so a run without ``k`` says how many there are."""
+
+    def __init__(self, k: int | None = None) -> None:
+        self.events = 0
+        self._k = k
+
+    def __enter__(self) -> "AtEvent":
+        sys.setprofile(self._seen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
+        self.events += 1
+        if self.events == self._k:
+            signal.raise_signal(signal.SIGINT)
+
+
+class InHook(AtEvent):
+    """Inside: SIGINT in the ``k``-th hook of ours, ``later`` events after it began, or when it ends. The same hook on all ranks,
+    which run the same program, but another place in it."""
+
+    def __init__(self, k: int | None = None, later: int = 0) -> None:
+        super().__init__(k)
+        self._later = later
+        self._hook: types.FrameType | None = None
+
+    def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
+        if self._hook is not None:
+            self._later -= 1
+            if self._later < 0 or (event == "return" and frame is self._hook):
+                self._hook = None
+                signal.raise_signal(signal.SIGINT)
+        elif event == "call" and frame.f_code in HOOKS:
+            self.events += 1
+            if self.events == self._k:
+                self._hook = frame
