@@ -269,7 +269,8 @@ class Backward:
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end()
             close_all(self._executor.groups)
-            self._executor.end_backward(self.sync)
+            with transforms.outside():
+                self._executor.end_backward(self.sync)
             self._hand_out()
             self._turn.end()
 
