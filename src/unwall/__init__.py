@@ -2,6 +2,8 @@
 
 from unwall._version import __version__
 from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.public import load, save
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
@@ -10,15 +12,18 @@ from unwall.tiers.ledger import BudgetError
 __all__ = [
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "Plan",
     "PlanError",
     "__version__",
     "full_params",
     "init",
+    "load",
     "no_sync",
     "plan",
     "probe",
     "profile",
+    "save",
     "shard",
     "stats",
     "wrap",
