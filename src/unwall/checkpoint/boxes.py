@@ -114,8 +114,9 @@ def _rows(shared: Box, *boxes: Box) -> Iterator[tuple[tuple[int, ...], int]]:
 
 def uncovered(shape: Sequence[int], parts: Sequence[Part]) -> int:
     """How many elements of a tensor none of ``parts`` holds. ValueError where two of them hold the same element."""
-    for at, part in enumerate(parts):
-        for other in parts[at + 1 :] if len({part.box for part in parts}) > 1 else ():
+    mixed = len({part.box for part in parts}) > 1
+    for at, part in enumerate(parts if mixed else ()):
+        for other in parts[at + 1 :]:
             if next(overlaps(part, other), None) is not None:
                 raise ValueError(f"{part} and {other} overlap")
     ordered = sorted(parts, key=lambda part: part.start)
