@@ -45,7 +45,7 @@ while step < steps:
     optimizer.step()
     optimizer.zero_grad()
     step += 1
-    print("loss", step, float(loss).hex(), flush=True)
+    print("loss", step, loss.item().hex(), flush=True)
     unwall.save(saved, model, optimizer, extra={"step": step}, keep=2, block=step % 2 == 0)
 unwall.save(saved, model, optimizer, extra={"step": step}, keep=2)
 print("done", flush=True)
