@@ -3,6 +3,7 @@
 import datetime
 import errno
 import os
+import sys
 import threading
 import time
 import weakref
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall._version import __version__
 from unwall.checkpoint.contents import Contents, Small, make_contents, take_small
 from unwall.checkpoint.directory import Claimed, claim
 from unwall.checkpoint.errors import CheckpointError
@@ -165,7 +165,7 @@ def _contents(
     try:
         notes = {
             "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"unwall": __version__, "torch": str(torch.__version__)},
+            "versions": {"unwall": str(getattr(sys.modules["unwall"], "__version__", "")), "torch": str(torch.__version__)},
         }
         contents = make_contents(engine, names, optimizer, small, digests, notes)
         if not directory.is_dir():
