@@ -2,6 +2,8 @@
 
 from unwall._version import __version__
 from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.public import load, save
 from unwall.optim.adamw import AdamW
 from unwall.optim.ema import ema
 from unwall.optim.wrap import wrap
@@ -13,6 +15,7 @@ from unwall.tiers.ledger import BudgetError
 __all__ = [
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "DivergedError",
     "PeerError",
     "Plan",
@@ -22,10 +25,12 @@ __all__ = [
     "full_params",
     "grads",
     "init",
+    "load",
     "no_sync",
     "plan",
     "probe",
     "profile",
+    "save",
     "shard",
     "stats",
     "wrap",

@@ -179,6 +179,7 @@ def _merged(group: Group, segment: Segment, piece: torch.Tensor) -> torch.Tensor
 
 def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> None:
     group, slot = engine.groups[place.group], place.slot
+    group.await_readers()
     with torch.no_grad():
         _write_segments(group, slot, value, keep)
         if group.flat_is_home:
