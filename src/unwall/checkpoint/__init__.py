@@ -1,0 +1,1 @@
+"""Weights and states in and out of files."""
