@@ -2,6 +2,7 @@
 
 from unwall._version import __version__
 from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
+from unwall.checkpoint.load_weights import load_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
@@ -15,6 +16,7 @@ __all__ = [
     "__version__",
     "full_params",
     "init",
+    "load_weights",
     "no_sync",
     "plan",
     "probe",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unwall.checkpoint.load_weights import load_waiting
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
@@ -50,6 +51,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     room = smallest(ranks.every(room_on(device.device, plan)))
     assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
     _guard_plain_optimizers()
+    load_waiting(model)
     return model
 
 

@@ -130,6 +130,8 @@ class Patchwork:
 
     def reshape(self, *shape: Any) -> "Patchwork":
         wanted = _full_shape(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.numel())
+        if 0 in wanted:
+            return Patchwork(wanted, [])
         found, dim = self, 0
         while dim < max(found.ndim, len(wanted)):
             if dim == found.ndim:

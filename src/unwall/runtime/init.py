@@ -240,6 +240,11 @@ class Pager(TorchDispatchMode):
             self._paging = False
 
 
+def is_paged(param: nn.Parameter) -> bool:
+    """Whether its value waits here for ``shard``."""
+    return param in _pages
+
+
 def whole_value(param: nn.Parameter) -> torch.Tensor | None:
     """What ``shard`` starts from: the value from ``init``, the parameter itself, or None for a meta parameter."""
     found = _pages.pop(param, None)
