@@ -1,5 +1,6 @@
 """Patchworks against the tensors they stand for: random chains of the operations that conversions use."""
 
+import itertools
 import random
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_patchwork_knows_where_every_element_comes_from(seed):
     rng, flat = random.Random(seed), wanted.reshape(-1)
     borders = sorted({0, flat.numel(), *(rng.randrange(flat.numel() + 1) for _ in range(3))})
     found = torch.full_like(flat, -1)
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in itertools.pairwise(borders):
         for match in made.matches():
             for part in cut(match, low, high):
                 assert low <= part.near_start

@@ -1,1 +1,1 @@
-"""Weights and states in and out of files."""
+"""Checkpoints: what a training is, in files that any number of ranks under any plan can read."""

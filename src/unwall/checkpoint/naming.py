@@ -123,7 +123,7 @@ def to_files(model: nn.Module, held: Mapping[str, Held]) -> dict[str, Patchwork]
         return kept
     from transformers.core_model_loading import revert_weight_conversion
 
-    made: dict[str, Patchwork] = revert_weight_conversion(model, kept)  # type: ignore[arg-type,assignment]
+    made: dict[str, Patchwork] = revert_weight_conversion(model, kept)  # type: ignore[arg-type]
     return made
 
 

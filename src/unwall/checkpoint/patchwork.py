@@ -5,6 +5,7 @@ reshape. Given patchworks instead of tensors, the same operations tell which ele
 match.py), and nothing is moved.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -193,7 +194,7 @@ def _split_patch(patch: Patch, dim: int, inner: int) -> Iterator[Patch]:
     """A box may begin and end within a row of the new shape: then it becomes up to three."""
     low, high = patch.at[dim], patch.at[dim] + patch.shape[dim]
     borders = sorted({low, min(high, -(-low // inner) * inner), max(low, high // inner * inner), high})
-    for first, last in zip(borders, borders[1:], strict=False):
+    for first, last in itertools.pairwise(borders):
         rows, length = max(1, (last - first) // inner), min(inner, last - first)
         start = patch.start + (first - low) * patch.strides[dim]
         yield Patch(

@@ -4,6 +4,7 @@
 ``torch.save`` wrote is mapped into memory by torch, which unpickles tensors only.
 """
 
+import itertools
 import json
 import math
 import os
@@ -14,16 +15,9 @@ from typing import Any
 
 import torch
 
+from unwall.checkpoint.dtypes import DTYPES
 from unwall.tiers.sizes import format_bytes
 
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16, "U32": torch.uint32,
-    "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}  # fmt: skip
-"""What ``safetensors`` calls torch's dtypes."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 HEADER_LIMIT_BYTES = 100_000_000
 
 
@@ -62,7 +56,7 @@ class WeightFiles:
         if entry.tensor is not None:
             into.copy_(entry.tensor[start : start + into.numel()])
             return
-        buffer = memoryview(into.view(torch.uint8).numpy())
+        buffer = memoryview(into.view(torch.uint8).numpy().data)
         position = entry.start + start * entry.dtype.itemsize
         while buffer.nbytes:
             got = os.preadv(self._file(entry.path), [buffer], position)
@@ -138,7 +132,7 @@ def _entry(path: Path, name: str, about: Any, data_start: int, size: int) -> Ent
 
 def _check_apart(path: Path, entries: list[Entry]) -> None:
     placed = sorted((entry for entry in entries if entry.nbytes), key=lambda entry: entry.start)
-    for one, other in zip(placed, placed[1:], strict=False):
+    for one, other in itertools.pairwise(placed):
         if one.start + one.nbytes > other.start:
             raise WeightsError(f"{path}: the tensors {one.name!r} and {other.name!r} overlap: the header is wrong")
 

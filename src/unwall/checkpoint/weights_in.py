@@ -70,10 +70,10 @@ def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) 
         listed = "\n\t".join(errors)
         raise RuntimeError(f"Error(s) in loading {os.fspath(path)} for {type(model).__name__}:\n\t{listed}")
     sources = {}
-    for name, entry in held.items():  # of several names of a tensor the last one counts, as in load_state_dict
+    for name, known in held.items():  # of several names of a tensor the last one counts, as in load_state_dict
         if name in named.made:
             made = named.made[name]
-            sources[id(entry.tensor)] = Source(files, made.matches(), made.numel(), entry.dtype)
+            sources[id(known.tensor)] = Source(files, made.matches(), made.numel(), known.dtype)
     if named.rules:
         model._weight_conversions = named.rules  # type: ignore[assignment]  # save_pretrained asks for it
     return Matched(files, sources, held, _IncompatibleKeys(missing, named.unexpected))
@@ -87,7 +87,8 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
         engine.executor.together()
-    what, matched, error = f"loading weights from {os.fspath(path)}", None, None
+    what, matched = f"loading weights from {os.fspath(path)}", None
+    error: Exception | None = None
     try:
         matched = match_weights(model, path, strict)
     except (OSError, ValueError, RuntimeError) as found:

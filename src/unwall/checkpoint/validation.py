@@ -1,0 +1,107 @@
+"""Whether a manifest can be true: everything about a checkpoint that can be judged without reading a tensor."""
+
+import os
+import stat
+from pathlib import Path
+
+from unwall.checkpoint.boxes import uncovered
+from unwall.checkpoint.checksums import checked_runs, crc
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.manifest import KINDS, MANIFEST, FileEntry, Manifest, Piece, Tensor, loads
+
+_COUNTS = 1 << 62
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """The manifest of a complete checkpoint, checked in itself (``check_manifest``) but not against the files."""
+    path = Path(directory, MANIFEST)
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{directory} has no complete checkpoint in it: there is no {MANIFEST}") from None
+    manifest = loads(data, str(path))
+    check_manifest(manifest, str(path))
+    return manifest
+
+
+def check_manifest(manifest: Manifest, where: str) -> None:
+    """CheckpointError where the manifest contradicts itself, naming file and tensor."""
+    for name, entry in manifest.files.items():
+        if not _is_plain(name):
+            raise CheckpointError(f"{where} names the file {name!r}, which is not a file beside it: the manifest is damaged")
+        if not all(_is_count(value) for value in (entry.nbytes, entry.header_bytes)) or entry.header_bytes > entry.nbytes:
+            raise CheckpointError(f"{where} gives {name} a size that cannot be: {entry}")
+    seen = set()
+    for tensor in manifest.tensors:
+        key = (tensor.kind, tensor.name, tensor.state, tensor.rank)
+        if key in seen or tensor.kind not in KINDS or not all(_is_count(size) for size in tensor.shape):
+            raise CheckpointError(f"{where}: the entry of {tensor.label} is damaged, or there are two of it")
+        seen.add(key)
+        for piece in tensor.pieces:
+            _check_piece(manifest, tensor, piece, where)
+        try:
+            missing = uncovered(tensor.shape, [piece.part for piece in tensor.pieces])
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {tensor.label}: {error}") from error
+        if missing:
+            raise CheckpointError(f"{where}: {tensor.label} is not complete, {missing} of its elements are in no file")
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Whether every file is there, of the right size, with the header that was written."""
+    for name, entry in manifest.files.items():
+        path = directory / name
+        held = next(
+            (tensor.label for tensor in manifest.tensors for piece in tensor.pieces if piece.file == name), "no tensors"
+        )
+        try:
+            descriptor = open_file(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}, which holds {held} and others, cannot be read: {error.strerror}") from error
+        try:
+            _check_header(path, entry, descriptor, held)
+        finally:
+            os.close(descriptor)
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A regular file, for reading. Nothing is opened through a symbolic link: it could lead out of the checkpoint."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(22, "it is not a regular file", str(path))
+    return descriptor
+
+
+def _check_header(path: Path, entry: FileEntry, descriptor: int, held: str) -> None:
+    size = os.fstat(descriptor).st_size
+    if size != entry.nbytes:
+        raise CheckpointError(
+            f"{path}, which holds {held} and others, has {size} bytes, expected {entry.nbytes}: it is damaged"
+        )
+    if crc(os.pread(descriptor, entry.header_bytes, 0)) != entry.header_crc:
+        raise CheckpointError(f"the header of {path}, which holds {held} and others, is damaged: its checksum is wrong")
+
+
+def _check_piece(manifest: Manifest, tensor: Tensor, piece: Piece, where: str) -> None:
+    part, entry = piece.part, manifest.files[piece.file]
+    counts = (*part.box.offsets, *part.box.sizes, part.start, part.numel, piece.offset)
+    if not all(_is_count(value) for value in counts) or not part.box.fits(tensor.shape) or part.end > part.box.numel:
+        raise CheckpointError(f"{where}: {part} is no part of {tensor.label}, which has the shape {tensor.shape}")
+    nbytes = tensor.nbytes(piece)
+    if piece.offset < entry.header_bytes or piece.offset + nbytes > entry.nbytes:
+        raise CheckpointError(
+            f"{where}: {tensor.label} is said to be at byte {piece.offset} of {piece.file}, which has {entry.nbytes} bytes"
+        )
+    if len(piece.crcs) != len(list(checked_runs(piece.offset, nbytes))):
+        raise CheckpointError(
+            f"{where}: {tensor.label} in {piece.file} has {len(piece.crcs)} checksums: the manifest is damaged"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _COUNTS
+
+
+def _is_plain(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
