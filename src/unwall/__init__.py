@@ -1,8 +1,9 @@
 """unwall: train models far larger than the accelerator's memory, without touching the model's code."""
 
 from unwall._version import __version__
-from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
+from unwall.api import from_pretrained, full_params, init, no_sync, plan, probe, profile, shard, stats
 from unwall.checkpoint.load_weights import load_weights
+from unwall.checkpoint.weights_out import export_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
@@ -14,6 +15,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "__version__",
+    "export_weights",
+    "from_pretrained",
     "full_params",
     "init",
     "load_weights",
