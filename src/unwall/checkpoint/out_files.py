@@ -121,7 +121,8 @@ class OutFiles:
     def write(self, part: Match, values: torch.Tensor, near_start: int) -> None:
         """Elements of the far side, from ``values``, which hold the near side from ``near_start`` on (flat, on the host)."""
         file, spec = self._places[part.far], self._specs[part.far]
-        source = values.as_strided(part.extents, part.near_strides, part.near_start - near_start).to(spec.dtype)
+        first = values.storage_offset() + part.near_start - near_start
+        source = values.as_strided(part.extents, part.near_strides, first).to(spec.dtype)
         begin = file.starts[part.far]
         if part.is_run:
             data = memoryview(source.reshape(-1).contiguous().view(torch.uint8).numpy().data)

@@ -23,8 +23,8 @@ def build_empty(
 
     if not Path(path, "config.json").is_file():
         raise FileNotFoundError(
-            f"{os.fspath(path)} has no config.json: give a directory that save_pretrained wrote. A model of the Hugging Face hub "
-            "is fetched first, with huggingface_hub.snapshot_download(name), which returns its directory"
+            f"{os.fspath(path)} has no config.json: give a directory that save_pretrained wrote. A model of the Hugging Face "
+            "hub is fetched first, with huggingface_hub.snapshot_download(name), which returns its directory"
         )
     options = {key: overrides.pop(key) for key in ("attn_implementation", "experts_implementation") if key in overrides}
     config, unknown = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **overrides)
@@ -103,8 +103,8 @@ def initialize_missing(model: nn.Module, path: str | os.PathLike[str], missing: 
     if not missing:
         return
     warnings.warn(
-        f"{os.fspath(path)} does not hold {_some(missing)}: they are initialised as in a new {type(model).__name__}, and should "
-        "be trained",
+        f"{os.fspath(path)} does not hold {_some(missing)}: they are initialised as in a new {type(model).__name__}, and "
+        "should be trained",
         stacklevel=3,
     )
     engine, held = engine_of(model), inventory(model)
