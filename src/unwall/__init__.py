@@ -2,7 +2,9 @@
 
 from unwall._version import __version__
 from unwall.api import from_pretrained, full_params, init, no_sync, plan, probe, profile, shard, stats
+from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.load_weights import load_weights
+from unwall.checkpoint.public import load, save
 from unwall.checkpoint.weights_out import export_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
@@ -12,6 +14,7 @@ from unwall.tiers.ledger import BudgetError
 __all__ = [
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "Plan",
     "PlanError",
     "__version__",
@@ -19,11 +22,13 @@ __all__ = [
     "from_pretrained",
     "full_params",
     "init",
+    "load",
     "load_weights",
     "no_sync",
     "plan",
     "probe",
     "profile",
+    "save",
     "shard",
     "stats",
     "wrap",

@@ -19,7 +19,7 @@ def out_of_place(engine: Engine, group: Group, rule: UpdateRule, speculation: Sp
 def _in_memory(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The update of a group in host memory."""
     gradient, stores = engine.gradients[group.index], speculation.stores
-    sources = spans_of({key: store.tensor() for key, store in stores.items()}, gradient.value, speculation.runs)
+    sources = spans_of({key: store.tensor(write=False) for key, store in stores.items()}, gradient.value, speculation.runs)
     targets = spans_of(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
     landing = gradient.landing
 

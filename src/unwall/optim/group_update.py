@@ -48,7 +48,8 @@ def settle(group: Group) -> None:
 
 def spans_in_memory(engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run]) -> list[Span]:
     """What an update reads and writes, of a group with nothing on disk."""
-    tensors = {**{key: store.tensor() for key, store in stores.items()}, PARAM: group.own_param}
+    tensors = {key: store.tensor(write=False) for key, store in stores.items()}  # they are written when the update runs
+    tensors[PARAM] = group.own_param_for(write=False)
     return spans_of(tensors, engine.gradients[group.index].value, runs)
 
 
@@ -56,6 +57,19 @@ def host_work(
     rule: UpdateRule, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run], factor: Factor
 ) -> Callable[[], None]:
     """The update of a group on the host, in place, for the thread that updates."""
+    update = _host_work(rule, engine, group, stores, runs, factor)
+
+    def work() -> None:
+        for store in stores.values():
+            store.await_reader()
+        update()
+
+    return work
+
+
+def _host_work(
+    rule: UpdateRule, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run], factor: Factor
+) -> Callable[[], None]:
     gradient = engine.gradients[group.index]
     if group.home.on_disk:
         return DiskUpdate(

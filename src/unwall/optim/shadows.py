@@ -91,10 +91,12 @@ class Shadow:
     @property
     def idle(self) -> bool:
         user = self._user()
-        return user is None or user.settled
+        return (user is None or user.settled) and all(block.reader is None for block in self.blocks.values())
 
     def stop_user(self) -> None:
         """Waits for what its user has under way. How that ended is known to those who asked for it."""
+        for block in list(self.blocks.values()):
+            block.await_reader()
         user = self._user()
         if user is not None and not user.settled:
             with suppress(Exception):

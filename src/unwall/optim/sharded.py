@@ -156,6 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 work = host_work(self.rule, engine, group, kept, parts, host_factor)
                 group.pending.update = self._queue(engine, group, parts, host_factor, work)
                 continue
+            group.await_readers()
             on_cpu = engine.device.device.type == "cpu"
             scale, clip = (host_factor.get(), None) if on_cpu or factor is None else (inverse, factor.float())
             tickets += self.rule.on_device(spans_in_memory(engine, group, kept, parts), scale, clip)

@@ -89,6 +89,7 @@ def show_again(engine: Engine, param: nn.Parameter) -> None:
 
 def _put_part(engine: Engine, place: Place, value: torch.Tensor) -> None:
     group, slot = engine.groups[place.group], place.slot
+    group.await_readers()
     with torch.no_grad():
         if group.flat_is_home:
             target = group.layout.slots[slot]

@@ -219,7 +219,7 @@ class Group:
         if self.home.tier == "host" or self.flat_is_home:
             return self.flat.narrow(0, self._ranks.rank * self.layout.shard_numel, self.layout.shard_numel)
         assert self.param is not None
-        return self.param.tensor()
+        return self.param.tensor(write=False)
 
     def detach(self) -> None:
         """Parameters become placeholders. See [Note: placeholders]."""
@@ -257,6 +257,8 @@ class Group:
         """The same; without ``write`` it must not be changed."""
         if self.param is not None:
             return self.param.tensor(write)
+        if write:
+            self.buffer.block.await_reader()
         return self.flat.narrow(0, self.own_start, self.own_numel)
 
     def owned_segments(self) -> tuple[Segment, ...]:
@@ -265,6 +267,13 @@ class Group:
             slots = enumerate(self.layout.slots)
             return tuple(Segment(i, slot.start, slot.offset, slot.numel) for i, slot in slots if slot.numel)
         return self.layout.segments(self._ranks.rank)
+
+    def await_readers(self) -> None:
+        """Before the group's states are changed on the caller's thread: a snapshot that is being written has read them."""
+        if self.flat_is_home:
+            self.buffer.block.await_reader()
+        for store in (*([] if self.param is None else [self.param]), *self.states.values()):
+            store.await_reader()
 
     def state(self, spec: StateSpec, owner: int = GROUP, write: bool = True) -> torch.Tensor:
         """A state over the owned run; it comes into being at first use. Without ``write`` it must not be changed."""

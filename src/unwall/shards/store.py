@@ -109,6 +109,10 @@ class Store:
         self.go_back()
         return self._block
 
+    def await_reader(self) -> None:
+        """For the update that is under way, before it writes in place."""
+        self._block.await_reader()
+
     def exchange(self, block: Block) -> Block:
         """Another block becomes the state, the one it had is given back. For the update that is under way: does not wait."""
         old, self._block = self._block, block
@@ -119,6 +123,8 @@ class Store:
         """The state as a tensor, up to date. Without ``write`` it must not be changed."""
         self.pending.settle()
         if isinstance(self._block, MemoryBlock):
+            if write:
+                self._block.await_reader()
             return self._block.view(self.dtype)
         if self._staged is None:
             self.pending.staging.add(self)
@@ -135,6 +141,7 @@ class Store:
     def go_back(self) -> None:
         """The staged tensor, if there is one, goes back to disk."""
         if self._staged is not None and self._changed:
+            self._block.await_reader()
             try:
                 self._tiers.links.copy(self._staged, self._block, self.label).wait()
             except DiskError as error:

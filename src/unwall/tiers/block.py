@@ -16,6 +16,14 @@ class FreedError(RuntimeError):
     """A block was used, or freed again, after it had been freed."""
 
 
+class Reader(Protocol):
+    """Who still reads a block as it is."""
+
+    def wait(self) -> None:
+        """Until it has read it."""
+        ...
+
+
 class Block:
     """Bytes on a tier. Life cycle: allocated by its tier, freed once by it; any use after that raises FreedError."""
 
@@ -24,6 +32,8 @@ class Block:
         """The account of the tier that allocated it, which says whose block this is."""
         self.nbytes = nbytes
         self.label = label
+        self.reader: Reader | None = None
+        """A snapshot that is being written (checkpoint/snapshot.py): whoever would change the block waits for it first."""
         self._freed = False
 
     @property
@@ -33,6 +43,12 @@ class Block:
     @property
     def freed(self) -> bool:
         return self._freed
+
+    def await_reader(self) -> None:
+        """Before its bytes are changed."""
+        reader = self.reader
+        if reader is not None:
+            reader.wait()
 
     def check_live(self) -> None:
         if self._freed:

@@ -1,0 +1,150 @@
+"""The directory of a training's checkpoints: numbered ones, the newest complete one, and what dead processes left.
+
+[Note: complete or not there]
+A checkpoint is complete when its manifest is there, which is renamed into place last. One without belongs to a save that is
+under way, or to a process that died. The difference is a lock (``flock``) on a file in it: the kernel drops it when its owner
+ends, however it ends. Making, looking at and removing checkpoints in the making is done under a lock of the whole directory.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from unwall.checkpoint.manifest import MANIFEST
+
+_NAME = re.compile(r"checkpoint-(\d{6,})")
+_LOCK, _WRITING = ".lock", "writing"
+_PARTIAL = f"{MANIFEST}.partial"
+
+
+def complete(directory: str | Path) -> list[Path]:
+    """The complete checkpoints of a directory, the oldest first."""
+    return [path for path in _numbered(Path(directory)) if (path / MANIFEST).is_file()]
+
+
+def find(path: str | Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest complete one in it. FileNotFoundError where there is none."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    found = complete(path)
+    if not found:
+        left = len(_numbered(path)) if path.is_dir() else 0
+        what = "no such directory" if not path.is_dir() else f"{left} that are not complete" if left else "none"
+        raise FileNotFoundError(f"{path} has no complete checkpoint in it ({what})")
+    return found[-1]
+
+
+class Claimed:
+    """A checkpoint in the making, which is this process's. It ends as ``finish`` or as ``discard``."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+
+    def finish(self, manifest: bytes) -> None:
+        """Everything else is on the disk: from now on the checkpoint exists."""
+        partial = self.path / _PARTIAL
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            view = memoryview(manifest)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_directory(self.path)
+        os.rename(partial, self.path / MANIFEST)
+        sync_directory(self.path)
+        sync_directory(self.path.parent)
+        (self.path / _WRITING).unlink(missing_ok=True)
+        self._let_go()
+
+    def discard(self) -> None:
+        """The save failed: nothing is left of it."""
+        with _locked(self.path.parent):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def claim(directory: str | Path) -> Claimed:
+    """Makes the next checkpoint of a directory, and removes what dead processes left there."""
+    directory = Path(directory)
+    if (directory / MANIFEST).exists():
+        raise ValueError(f"{directory} is a checkpoint: save into the directory that holds it, {directory.parent}")
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        _remove_partial(directory)
+        last = max((_number(path) for path in _numbered(directory)), default=0)
+        path = directory / f"checkpoint-{last + 1:06d}"
+        path.mkdir()
+        descriptor = os.open(path / _WRITING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return Claimed(path, descriptor)
+
+
+def remove_old(directory: str | Path, keep: int) -> None:
+    """Removes all complete checkpoints but the newest ``keep``. The manifest goes first: none is ever half there."""
+    with _locked(Path(directory)):
+        for path in complete(directory)[:-keep]:
+            (path / MANIFEST).unlink()
+            sync_directory(path)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sync_directory(path: Path) -> None:
+    """The names in a directory are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_partial(directory: Path) -> None:
+    """See [Note: complete or not there]."""
+    for path in _numbered(directory):
+        if (path / MANIFEST).exists():
+            continue
+        try:
+            descriptor = os.open(path / _WRITING, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)  # half made, or half removed
+            continue
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _numbered(directory: Path) -> list[Path]:
+    """Everything in a directory that has a checkpoint's name, in the order of the numbers."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    matched = _NAME.fullmatch(path.name)
+    assert matched is not None
+    return int(matched[1])

@@ -1,0 +1,31 @@
+"""The states of the random number generators of this process, as a value that tree.py can write."""
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def read_generators(device: torch.device) -> dict[str, Any]:
+    """Of Python, numpy (where it is in use), torch and, on an accelerator, the device."""
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def write_generators(found: dict[str, Any], device: torch.device) -> None:
+    """The inverse."""
+    random.setstate(found["python"])
+    torch.set_rng_state(found["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in found:
+        name, keys, *rest = found["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    if device.type == "cuda" and "device" in found:
+        torch.cuda.set_rng_state(found["device"], device)

@@ -1,0 +1,111 @@
+"""Which tensor of a checkpoint belongs to which parameter, state and buffer of a model. Changes nothing."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.manifest import Manifest, Tensor
+from unwall.checkpoint.names import Names
+from unwall.checkpoint.optimizer_entry import check_entry
+from unwall.optim.sharded import ShardedOptimizer
+from unwall.runtime.engine import Engine
+
+
+@dataclass
+class Matched:
+    """What is to be loaded into a model."""
+
+    params: dict[int, Tensor] = field(default_factory=dict)
+    """By the parameter's id."""
+    states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """By the parameter's id and the state's name."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.params.values(), *self.states.values(), *self.buffers.values(), *self.values.values()]
+
+
+def match(manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOptimizer | None, where: str) -> Matched:
+    """CheckpointError, naming the tensor, where the checkpoint is not of this model and this optimizer."""
+    found = Matched()
+    own = _own(manifest, engine.ranks.rank, engine.ranks.size)
+    known = {name: tensor for tensor in manifest.of_kind("param") for name in (tensor.name, *tensor.aliases)}
+    here = {name: (name, *names.aliases.get(name, ())) for name in names.params}
+    _check_names("parameters", {n for all_names in here.values() for n in all_names}, known, here.values(), where)
+    for name, param in names.params.items():
+        tensor = next(known[alias] for alias in here[name] if alias in known)
+        dtype, shape = param.dtype, tuple(param.shape)
+        if id(param) in engine.places:
+            group, slot = engine.places[id(param)][0]
+            dtype, shape = engine.groups[group].layout.dtype, tuple(engine.groups[group].layout.slots[slot].shape)
+        _check(tensor, name, shape, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype, where)
+        found.params[id(param)] = tensor
+    buffers = {tensor.name: tensor for tensor in own if tensor.kind == "buffer"}
+    _check_names("buffers", set(names.buffers), buffers, [(name,) for name in names.buffers], where)
+    for name, buffer in names.buffers.items():
+        _check(buffers[name], name, tuple(buffer.shape), buffer.dtype, where)
+    found.buffers = buffers
+    found.values = {tensor.name: tensor for tensor in own if tensor.kind == "value"}
+    if optimizer is not None:
+        check_entry(manifest.optimizer, optimizer, names.of, where)
+        _match_states(manifest, optimizer, names, found, where)
+    return found
+
+
+def _match_states(manifest: Manifest, optimizer: ShardedOptimizer, names: Names, found: Matched, where: str) -> None:
+    assert manifest.optimizer is not None
+    states = {(tensor.name, tensor.state): tensor for tensor in manifest.of_kind("state")}
+    for param in optimizer._params():
+        name = names.of[id(param)]
+        saved = manifest.optimizer.params.get(name)
+        if saved is None:
+            continue
+        group = optimizer.places(param)[0][1]
+        dtypes = {spec.name: spec.dtype for spec in optimizer.rule.specs(group)}
+        for state in saved.get("stored", list(dtypes)):
+            tensor = states.get((name, state))
+            if tensor is None:
+                raise CheckpointError(f"{where} has no {state} of {name}, which {manifest.optimizer.kind} keeps")
+            shape = tuple(group.layout.slots[optimizer.places(param)[0][2]].shape)
+            _check(tensor, f"{state} of {name}", shape, dtypes.get(state, tensor.dtype), where)
+            found.states[id(param), state] = tensor
+
+
+def _own(manifest: Manifest, rank: int, size: int) -> list[Tensor]:
+    """What is this rank's: its own where it wrote one and the number of ranks is the same, otherwise everyone's."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for tensor in manifest.tensors:
+        if tensor.kind not in ("buffer", "value"):
+            continue
+        key = (tensor.kind, tensor.name)
+        if tensor.rank is None:
+            found.setdefault(key, tensor)
+        elif manifest.world_size == size and tensor.rank == rank:
+            found[key] = tensor
+    return list(found.values())
+
+
+def _check_names(what: str, here: set[str], saved: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]], where: str) -> None:
+    missing = sorted(names[0] for names in wanted if not any(name in saved for name in names))
+    unexpected = sorted({tensor.name for tensor in saved.values() if not {tensor.name, *tensor.aliases} & here})
+    if missing or unexpected:
+        parts = [
+            f"{len(listed)} {how}: {', '.join(listed[:5])}{' ...' if len(listed) > 5 else ''}"
+            for how, listed in (("missing in it", missing), ("not in the model", unexpected))
+            if listed
+        ]
+        raise CheckpointError(f"{where} is of another model: of the {what}, {'; '.join(parts)}")
+
+
+def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{where}: {name} has the shape {tensor.shape} in it, in the model {shape}: it is of another model"
+        )
+    widens = tensor.dtype.is_floating_point and dtype.is_floating_point and tensor.dtype.itemsize <= dtype.itemsize
+    if tensor.dtype != dtype and not widens:
+        raise CheckpointError(f"{where}: {name} is {tensor.dtype} in it, which does not go into {dtype} of the model")

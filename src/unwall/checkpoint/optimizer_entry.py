@@ -1,0 +1,109 @@
+"""An optimizer in a checkpoint, apart from the tensors of its states: options, step counts, loss scale.
+
+[Note: by name]
+A checkpoint knows parameters by their names in the model, so an optimizer finds its states again whatever order its parameters
+were given in; only the param groups must be the same ones.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.manifest import OptimizerEntry
+from unwall.checkpoint.tree import Keep, decode, encode
+from unwall.optim.adamw import AdamW
+from unwall.optim.sharded import ShardedOptimizer
+from unwall.optim.wrap import Wrapped, _shared
+from unwall.runtime.engine import Engine
+
+
+def kind_of(optimizer: ShardedOptimizer) -> str:
+    return f"wrap:{type(optimizer.inner).__name__}" if isinstance(optimizer, Wrapped) else type(optimizer).__name__
+
+
+def check_optimizer(optimizer: object, engine: Engine) -> ShardedOptimizer | None:
+    """The optimizer itself. TypeError or ValueError for one that cannot be saved or loaded with this model, or not now."""
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} is not an optimizer of a sharded model: give the unwall.AdamW or unwall.wrap(...) "
+            "that trains it, and the state_dict() of any other in extra"
+        )
+    if any(other is not engine for other in optimizer.engines()):
+        raise ValueError(f"{type(optimizer).__name__} has parameters of another model, too: build one for each model")
+    if isinstance(optimizer, AdamW) and optimizer._early.applied:
+        raise RuntimeError(
+            "between backward() and step(), but update_in_backward=True has updated some groups already: call it after step()"
+        )
+    return optimizer
+
+
+def entry_of(optimizer: ShardedOptimizer, names: Mapping[int, str], keep: Keep) -> OptimizerEntry:
+    """``names``: of the model's parameters, by their ids. ``keep`` takes tensors among the options."""
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        known = tuple(names[id(param)] for param in group["params"])
+        groups.append((known, encode(options, f"optimizer.param_groups[{number}]", keep)))
+    params: dict[str, Any] = {}
+    for param in optimizer._params():
+        name = names[id(param)]
+        if "step" not in optimizer.state.get(param, {}):
+            continue
+        params[name] = {"step": int(optimizer.state[param]["step"])}
+        if isinstance(optimizer, Wrapped):
+            past = optimizer._past[param]
+            params[name]["inner"] = encode(dict(past.scalars), f"optimizer.state[{name}]", keep)
+            params[name]["stored"] = sorted(past.stored)
+    return OptimizerEntry(kind_of(optimizer), tuple(groups), params, optimizer.scaler.state_dict())
+
+
+def stored_states(optimizer: ShardedOptimizer, param: nn.Parameter) -> set[str] | None:
+    """Which states of a parameter there are to save. None: all that the rule keeps; an empty set before its first step."""
+    if "step" not in optimizer.state.get(param, {}):
+        return set()
+    return set(optimizer._past[param].stored) if isinstance(optimizer, Wrapped) else None
+
+
+def check_entry(entry: OptimizerEntry | None, optimizer: ShardedOptimizer, names: Mapping[int, str], where: str) -> None:
+    """CheckpointError where what was saved is not of this optimizer."""
+    if entry is None:
+        raise CheckpointError(f"{where} has no optimizer in it: it was saved without one; load it without, too")
+    if entry.kind != kind_of(optimizer):
+        raise CheckpointError(f"{where} has the states of {entry.kind}, the optimizer here is {kind_of(optimizer)}")
+    if len(entry.groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{where} has {len(entry.groups)} param groups, the optimizer here {len(optimizer.param_groups)}: build it alike"
+        )
+    for number, ((saved, _), group) in enumerate(zip(entry.groups, optimizer.param_groups, strict=True)):
+        here = {names[id(param)] for param in group["params"]}
+        if set(saved) != here:
+            other = sorted(set(saved) ^ here)[0]
+            raise CheckpointError(
+                f"{where}: param group {number} has other parameters than the optimizer here ({other}, for one): build it alike"
+            )
+
+
+def apply_entry(entry: OptimizerEntry, optimizer: ShardedOptimizer, names: Mapping[int, str], get: Any) -> None:
+    """Options, step counts and loss scale. The tensors of the states are loaded by then."""
+    numbers = {name: number for number, name in enumerate(names[id(param)] for param in optimizer._params())}
+    groups = []
+    for (_, options), group in zip(entry.groups, optimizer.param_groups, strict=True):
+        members = [numbers[names[id(param)]] for param in group["params"]]
+        groups.append({**decode(options, get), "params": members})
+    optimizer._load_options({"param_groups": groups, "scaler": dict(entry.scaler)})
+    pasts: dict[Any, Any] = {}
+    for param in optimizer._params():
+        saved = entry.params.get(names[id(param)])
+        if saved is None:
+            optimizer.state.pop(param, None)
+        else:
+            optimizer.state[param]["step"] = int(saved["step"])
+        if isinstance(optimizer, Wrapped):
+            inner = None if saved is None else decode(saved["inner"], get)
+            optimizer._past[param] = (
+                optimizer._begin[param] if inner is None else _shared(pasts, inner, set(saved["stored"]))  # type: ignore[index]
+            )

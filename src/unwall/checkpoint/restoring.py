@@ -1,0 +1,157 @@
+"""From a checkpoint's files into the states of groups, wherever they live, chunk by chunk of this rank's elements."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from unwall.checkpoint.boxes import Box, Part
+from unwall.checkpoint.lots import CHUNK_ELEMENTS, Held
+from unwall.checkpoint.manifest import Tensor
+from unwall.checkpoint.reader import THREADS, CheckpointFiles
+from unwall.native.library import DiskError
+from unwall.native.memory import HostMemory
+from unwall.shards.group import Group
+from unwall.shards.layout import Segment
+from unwall.shards.master import make_master, rounded
+from unwall.shards.states import MASTER, REMAINDER
+from unwall.shards.store import Store
+from unwall.tiers.block import DiskBlock, MemoryBlock
+from unwall.tiers.disk import named
+from unwall.tiers.sizes import align_up
+from unwall.tiers.tiers import Tiers
+
+CHUNKS_AHEAD = 4
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One state of one group, and what it is to become."""
+
+    group: Group
+    tensors: Mapping[int, Tensor]
+    """Of each slot that is in the checkpoint."""
+    dtype: torch.dtype
+    otherwise: float
+    """For elements that are not."""
+    put: Callable[[int, torch.Tensor], None]
+    """Takes elements from a position of the owned run on: flat, in host memory, in ``dtype``."""
+
+
+class Restorer:
+    """Loads goals through a few buffers."""
+
+    def __init__(self, tiers: Tiers, files: CheckpointFiles) -> None:
+        self._tiers = tiers
+        self._files = files
+        self._spare: list[torch.Tensor] = []
+        self._halves: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def master(self, group: Group, tensors: Mapping[int, Tensor]) -> Goal:
+        """The parameters of a group, and what its master has beside them."""
+        exact = any(tensor.dtype is torch.float32 for tensor in tensors.values())
+        if exact and group.layout.dtype is torch.bfloat16 and not group.has_state(REMAINDER):
+            make_master(group)
+        param = Held(group.buffer.block, group.layout.dtype, group.own_start)
+        if group.param is not None:
+            param = Held.of(group.param)
+        if group.has_state(REMAINDER):
+            rest = Held.of(group.store(REMAINDER))
+            return Goal(group, tensors, torch.float32, 0.0, lambda start, values: self._put_split(param, rest, start, values))
+        if group.has_state(MASTER):
+            master = Held.of(group.store(MASTER))
+
+            def put_both(start: int, values: torch.Tensor) -> None:
+                self._put(master, start, values)
+                self._put(param, start, values.to(param.dtype))
+
+            return Goal(group, tensors, torch.float32, 0.0, put_both)
+        wide = param.dtype if not param.dtype.is_floating_point else torch.promote_types(param.dtype, torch.float32)
+
+        def put(start: int, values: torch.Tensor) -> None:
+            self._put(param, start, rounded(values, param.dtype))
+
+        return Goal(group, tensors, wide, 0.0, put)
+
+    def state(self, group: Group, tensors: Mapping[int, Tensor], store: Store, initial: float) -> Goal:
+        """An optimizer's state of a group."""
+        held = Held.of(store)
+        return Goal(group, tensors, store.dtype, initial, lambda start, values: self._put(held, start, values))
+
+    def load(self, goals: Iterator[Goal]) -> None:
+        """Reads ahead with several threads, and puts one chunk after the other."""
+        coming: deque[tuple[Goal, int, torch.Tensor, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="unwall load") as threads:
+            for goal in goals:
+                segments = goal.group.owned_segments()
+                for low in range(0, goal.group.own_numel, CHUNK_ELEMENTS):
+                    high = min(low + CHUNK_ELEMENTS, goal.group.own_numel)
+                    if len(coming) >= CHUNKS_AHEAD:
+                        self._finish(*coming.popleft())
+                    buffer = self._spare.pop() if self._spare else _memory(CHUNK_ELEMENTS * 8)
+                    coming.append((goal, low, buffer, threads.submit(self._read, goal, segments, low, high, buffer)))
+            while coming:
+                self._finish(*coming.popleft())
+
+    def _finish(self, goal: Goal, low: int, buffer: torch.Tensor, read: "Future[torch.Tensor]") -> None:
+        goal.put(low, read.result())
+        self._spare.append(buffer)
+
+    def _read(self, goal: Goal, segments: tuple[Segment, ...], low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
+        values = buffer[: (high - low) * goal.dtype.itemsize].view(goal.dtype)
+        inside = [segment for segment in segments if segment.shard_start < high and segment.shard_start + segment.numel > low]
+        if sum(segment.numel for segment in inside if segment.slot in goal.tensors) < high - low:
+            values.fill_(goal.otherwise)
+        for segment in inside:
+            tensor = goal.tensors.get(segment.slot)
+            if tensor is None:
+                continue
+            first, last = max(segment.shard_start, low), min(segment.shard_start + segment.numel, high)
+            part = Part(Box.whole(tensor.shape), segment.start + first - segment.shard_start, last - first)
+            target = values[first - low : last - low]
+            if tensor.dtype == goal.dtype:
+                self._files.read(tensor, part, target)
+            else:
+                narrow = torch.empty(part.numel, dtype=tensor.dtype)
+                self._files.read(tensor, part, narrow)
+                target.copy_(narrow)
+        return values
+
+    def _put_split(self, param: Held, rest: Held, start: int, values: torch.Tensor) -> None:
+        if self._halves is None:
+            self._halves = (
+                _memory(CHUNK_ELEMENTS * 2).view(param.dtype),
+                _memory(CHUNK_ELEMENTS * 2).view(rest.dtype),
+            )
+        half, remainder = (part[: values.numel()] for part in self._halves)
+        pool = self._tiers.host.pool
+        assert pool is not None
+        pool.split(half.data_ptr(), remainder.data_ptr(), values.data_ptr(), values.numel(), keep=(values,)).wait()
+        self._put(param, start, half)
+        self._put(rest, start, remainder)
+
+    def _put(self, held: Held, start: int, values: torch.Tensor) -> None:
+        start += held.start
+        if isinstance(held.block, MemoryBlock):
+            with torch.no_grad():
+                held.block.view(held.dtype)[start : start + values.numel()].copy_(values)
+            return
+        assert isinstance(held.block, DiskBlock)
+        assert self._tiers.disk is not None
+        item = held.dtype.itemsize
+        if values.data_ptr() % 4096 or values.untyped_storage().nbytes() < align_up(values.nbytes):
+            paged = _memory(align_up(values.nbytes))
+            paged[: values.nbytes].copy_(values.view(torch.uint8))
+            values = paged[: values.nbytes].view(held.dtype)
+        tickets = self._tiers.disk.write(held.block, start * item, values.data_ptr(), values.nbytes, keep=values)
+        try:
+            for ticket in tickets:
+                ticket.wait()
+        except DiskError as error:
+            raise named(error, f"writing the {held.block.label}") from error
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(HostMemory(nbytes).buffer(), dtype=torch.uint8)

@@ -1,0 +1,181 @@
+"""``unwall.save``."""
+
+import datetime
+import errno
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unwall._version import __version__
+from unwall.checkpoint.contents import Contents, Small, make_contents, take_small
+from unwall.checkpoint.directory import Claimed, claim
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.meeting import Meeting
+from unwall.checkpoint.names import Names, names_of
+from unwall.checkpoint.optimizer_entry import check_optimizer
+from unwall.checkpoint.snapshot import Loans
+from unwall.checkpoint.writing import Save
+from unwall.optim.sharded import ShardedOptimizer
+from unwall.runtime.engine import Engine
+from unwall.tiers.sizes import format_bytes
+
+WAIT_POLL_S = 0.1
+"""How often a wait for a save looks whether it was interrupted."""
+
+
+class PendingSave:
+    """A save that goes on beside training. What it failed with is raised by ``wait``, or by the next save or load."""
+
+    def __init__(self, save: Save, loans: Loans, keep: tuple[Any, ...]) -> None:
+        self.path = save.directory
+        """The checkpoint, once it is complete."""
+        self._error: BaseException | None = None
+        self._keep: tuple[Any, ...] = keep  # an optimizer that went would take its states along
+        self._ended = threading.Event()
+        # Not a daemon: a script that ends after its last save ends when that is written.
+        self._thread = threading.Thread(target=self._run, args=(save, loans), name="unwall save", daemon=False)
+        self._thread.start()
+
+    def _run(self, save: Save, loans: Loans) -> None:
+        try:
+            save.run(loans)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._keep = ()
+            self._ended.set()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """The checkpoint's path, once it is complete. Raises what the save failed with, once."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._ended.wait(WAIT_POLL_S):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{self.path} is not written after {timeout} s")
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+
+_pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDictionary()
+
+
+def finish_pending(engine: Engine) -> None:
+    """Waits for a save of this model that goes on beside training. Raises what it failed with, unless someone was told."""
+    pending = _pending.pop(engine, None)
+    if pending is not None:
+        pending.wait()
+
+
+def save_engine(
+    path: str | os.PathLike[str],
+    engine: Engine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    keep: int | None,
+    block: bool,
+) -> "Path | PendingSave":
+    """See ``unwall.save``."""
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
+    finish_pending(engine)
+    engine.executor.together()
+    meeting = Meeting(engine.ranks)
+    save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
+    if block:
+        save.run()
+        return save.directory
+    if engine.device.device.type == "cuda":
+        torch.cuda.synchronize(engine.device.device)  # what was queued has changed the states by now
+    pending = _pending[engine] = PendingSave(save, Loans(contents.lots), (model, optimizer))
+    return pending
+
+
+def _prepare(
+    path: Path,
+    engine: Engine,
+    meeting: Meeting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Any,
+    keep: int | None,
+) -> tuple[Save, Contents]:
+    """Everything up to the first byte. What fails on one rank fails on all, and leaves nothing."""
+    error: BaseException | None = None
+    names: Names | None = None
+    small: Small | None = None
+    claimed: Claimed | None = None
+    trained: ShardedOptimizer | None = None
+    try:
+        names = names_of(model, engine)
+        trained = check_optimizer(optimizer, engine)
+        if engine.lent:
+            raise RuntimeError("unwall.save inside unwall.full_params: leave the context first")
+        engine.finish()
+        small = take_small(engine, names, trained, extra)
+        claimed = claim(path) if meeting.rank == 0 else None
+    except BaseException as failure:
+        error = failure
+    try:
+        opened = (None if small is None else small.digests(), None if claimed is None else str(claimed.path))
+        answers = meeting.agree(error, opened)
+        assert names is not None
+        assert small is not None
+        directory = Path(answers[0][1])
+        contents = _contents(engine, meeting, names, trained, small, [digests for digests, _ in answers], directory)
+    except BaseException:
+        if claimed is not None:
+            claimed.discard()
+        raise
+    return Save(engine, meeting, contents, directory, claimed, keep), contents
+
+
+def _contents(
+    engine: Engine,
+    meeting: Meeting,
+    names: Names,
+    optimizer: ShardedOptimizer | None,
+    small: Small,
+    digests: list[dict[str, Any]],
+    directory: Path,
+) -> Contents:
+    """What this rank writes. OSError, before anything is written, where there is no room for it."""
+    error: BaseException | None = None
+    contents: Contents | None = None
+    try:
+        notes = {
+            "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": {"unwall": __version__, "torch": str(torch.__version__)},
+        }
+        contents = make_contents(engine, names, optimizer, small, digests, notes)
+        if not directory.is_dir():
+            raise CheckpointError(f"rank {meeting.rank} does not see {directory}: all ranks save into one directory")
+    except BaseException as failure:
+        error = failure
+    sizes = meeting.agree(error, None if contents is None else contents.nbytes)
+    if meeting.rank == 0:
+        error = _shortage(directory, sum(sizes))
+    meeting.agree(error)
+    assert contents is not None
+    return contents
+
+
+def _shortage(directory: Path, nbytes: int) -> OSError | None:
+    """What is to be said where the drive has no room for that much."""
+    drive = os.statvfs(directory)
+    missing = nbytes - drive.f_bavail * drive.f_frsize
+    if missing <= 0:
+        return None
+    what = f"{format_bytes(missing)} ({missing} bytes) are missing: the checkpoint takes {format_bytes(nbytes)}"
+    return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {what}", str(directory))

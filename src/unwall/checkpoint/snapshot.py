@@ -1,0 +1,49 @@
+"""The states of a model as they are now, for a save that goes on beside training.
+
+[Note: snapshot]
+Nothing is copied. Each block of the model's states is lent to the save: ``Block.reader``. Whoever would change a block waits
+until it is written, which is mostly the thread that updates, so forward and backward go on: the update of the first groups is
+what the next forward waits for, and the save takes them in that order. A group that is updated ahead of the step needs no wait
+at all: its new values are in another block (optim/shadows.py), the old one stays as it is until the save has read it.
+Updates that were asked for before have ended by then, and those ahead of a step never touch the blocks of the states.
+"""
+
+import threading
+from collections.abc import Iterable
+
+from unwall.checkpoint.lots import Lot
+from unwall.tiers.block import Block
+
+
+class Loan:
+    """The blocks of one lot, lent until they are read."""
+
+    def __init__(self, lot: Lot) -> None:
+        self._read = threading.Event()
+        self._blocks: list[Block] = [held.block for held in lot.held]
+        for block in self._blocks:
+            block.reader = self
+
+    def wait(self) -> None:
+        """By whoever would change a block."""
+        self._read.wait()
+
+    def end(self) -> None:
+        """The save has read the blocks, or will not."""
+        for block in self._blocks:
+            block.reader = None
+        self._read.set()
+
+
+class Loans:
+    """All lots of a save that goes on beside training."""
+
+    def __init__(self, lots: Iterable[Lot]) -> None:
+        self._open = {id(lot): Loan(lot) for lot in lots}
+
+    def end(self, lot: Lot) -> None:
+        self._open.pop(id(lot)).end()
+
+    def end_all(self) -> None:
+        while self._open:
+            self._open.popitem()[1].end()
