@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from unwall.checkpoint.directory import complete
+from unwall.checkpoint.manifest import MANIFEST
 from unwall.checkpoint.weight_files import Entry, WeightFiles, WeightsError, read_entries
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -64,6 +66,11 @@ def _indexed(index: Path) -> list[Entry]:
 
 def _refuse_others(folder: Path) -> None:
     """One sentence for a directory that another program (or ``unwall.save``) wrote, with the command that converts it."""
+    if (folder / MANIFEST).is_file() or complete(folder):
+        raise WeightsError(
+            f"{folder} holds checkpoints of unwall.save: use unwall.load, or write the weights alone with "
+            f"`unwall export {folder} OUT`"
+        )
     if (folder / ".metadata").is_file():
         raise WeightsError(
             f"{folder} is a torch.distributed.checkpoint (DCP) directory, whose index is a pickle: convert it with `python -m "

@@ -27,24 +27,37 @@ class Held:
         return self.tensor.shape
 
 
+def plain(model: nn.Module) -> nn.Module:
+    """The model itself, where ``torch.compile`` has put another module around it."""
+    inner = getattr(model, "_orig_mod", model)
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def owner_of(model: nn.Module) -> Engine | None:
+    """The engine of a sharded model, compiled before or after."""
+    return engine_of(model) or engine_of(plain(model))
+
+
 def inventory(model: nn.Module) -> dict[str, Held]:
     """Every name. A tensor that is tied appears under each of its names."""
-    return {held.name: held for held in _held(model, engine_of(model))}
+    return {held.name: held for held in _held(model)}
 
 
-def _held(model: nn.Module, engine: Engine | None) -> Iterator[Held]:
+def _held(model: nn.Module) -> Iterator[Held]:
     for prefix, module in model.named_modules(remove_duplicate=False):
-        start = f"{prefix}." if prefix else ""
+        start = f"{prefix}.".replace("_orig_mod.", "") if prefix else ""  # compiled or not, the names are the same
         for name, param in module._parameters.items():
             if param is not None:
-                yield Held(start + name, module, name, param, False, given_dtype(engine, param))
+                yield Held(start + name, module, name, param, False, given_dtype(param))
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield Held(start + name, module, name, buffer, True, buffer.dtype)
 
 
-def given_dtype(engine: Engine | None, param: torch.Tensor) -> torch.dtype:
+def given_dtype(param: nn.Parameter) -> torch.dtype:
     """A parameter's dtype before ``shard``."""
+    engine = engine_of(param)
     if engine is None or id(param) not in engine.places:
         return param.dtype
     place = engine.places[id(param)][0]

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.checkpoint.inventory import owner_of
 from unwall.checkpoint.weights_in import match_weights, stream_in
-from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import is_paged
 
 _waiting = WeakIdKeyDictionary()  # model -> (path, strict)
@@ -25,7 +25,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool = 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"unwall.load_weights takes an nn.Module, got {type(model).__name__}")
-    if engine_of(model) is None and any(param.is_meta or is_paged(param) for param in model.parameters()):
+    if owner_of(model) is None and any(param.is_meta or is_paged(param) for param in model.parameters()):
         matched = match_weights(model, path, strict)
         matched.files.close()
         _waiting[model] = (os.path.abspath(path), strict)

@@ -1,17 +1,20 @@
 """What a directory of weights says about its model beside the weights: its class, config and generation config, as JSON."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from unwall.checkpoint.inventory import plain
 from unwall.checkpoint.naming import pretrained
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """Enough to write ``config.json`` and ``generation_config.json`` later. Little for a model that has neither."""
+    model = plain(model)
     found: dict[str, Any] = {"class": type(model).__name__}
     if not pretrained(model):
         return found
@@ -23,7 +26,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def write_card(card: dict[str, Any], folder: Path, dtype: torch.dtype | None) -> None:
+def write_card(card: Mapping[str, Any], folder: Path, dtype: torch.dtype | None) -> None:
     """The files that ``transformers`` looks for beside the weights. ``dtype``: what the weights are in."""
     if "config" in card:
         config = card["config"] | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
@@ -32,7 +35,7 @@ def write_card(card: dict[str, Any], folder: Path, dtype: torch.dtype | None) ->
         _write(folder / "generation_config.json", card["generation_config"])
 
 
-def empty_model(card: dict[str, Any]) -> nn.Module | None:
+def empty_model(card: Mapping[str, Any]) -> nn.Module | None:
     """The model without memory, on meta. None where ``transformers`` does not know its class: then names are kept."""
     if "config" not in card:
         return None

@@ -17,6 +17,7 @@ from unwall.checkpoint.contents import Contents, Small, make_contents, take_smal
 from unwall.checkpoint.directory import Claimed, claim
 from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.meeting import Meeting
+from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
@@ -133,7 +134,7 @@ def _prepare(
         assert names is not None
         assert small is not None
         directory = Path(answers[0][1])
-        contents = _contents(engine, meeting, names, trained, small, [digests for digests, _ in answers], directory)
+        contents = _contents(engine, model, meeting, names, trained, small, [digests for digests, _ in answers], directory)
     except BaseException:
         if claimed is not None:
             claimed.discard()
@@ -143,6 +144,7 @@ def _prepare(
 
 def _contents(
     engine: Engine,
+    model: nn.Module,
     meeting: Meeting,
     names: Names,
     optimizer: ShardedOptimizer | None,
@@ -157,6 +159,7 @@ def _contents(
         notes = {
             "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": {"unwall": __version__, "torch": str(torch.__version__)},
+            "model": describe_model(model),
         }
         contents = make_contents(engine, names, optimizer, small, digests, notes)
         if not directory.is_dir():

@@ -19,14 +19,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from unwall.checkpoint.agree import agree
 from unwall.checkpoint.find_weights import open_weights
-from unwall.checkpoint.inventory import Held, aliases, inventory
+from unwall.checkpoint.inventory import Held, aliases, inventory, owner_of, plain
 from unwall.checkpoint.naming import from_files, missing_names
 from unwall.checkpoint.progress import Advance, progress
 from unwall.checkpoint.reading import Source
+from unwall.checkpoint.save import finish_pending
 from unwall.checkpoint.weight_files import WeightFiles, describe
 from unwall.checkpoint.window import STRETCH_ELEMENTS, stretches, window
 from unwall.runtime.engine import Engine
-from unwall.runtime.hooks import engine_of
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
 
@@ -46,7 +46,7 @@ class Matched(NamedTuple):
 
 def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> Matched:
     """Checks all names, shapes and dtypes. RuntimeError, as from ``load_state_dict``, where they do not fit."""
-    files = open_weights(path)
+    model, files = plain(model), open_weights(path)
     held = inventory(model)
     named = from_files(model, held, {name: entry.shape for name, entry in files.entries.items()})
     missing = missing_names(model, held, named.made)
@@ -81,11 +81,12 @@ def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) 
 
 def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _IncompatibleKeys:
     """Loads weights into a model that has memory: a sharded one, or a plain one."""
-    engine = engine_of(model)
+    engine = owner_of(model)
     ranks = None if engine is None else engine.ranks
     if engine is not None:
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
+        finish_pending(engine)  # it reads what is about to change
         engine.executor.together()
     what, matched = f"loading weights from {os.fspath(path)}", None
     error: Exception | None = None

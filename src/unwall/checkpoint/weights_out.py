@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unwall.checkpoint.agree import agree
-from unwall.checkpoint.inventory import Held, aliases, inventory
+from unwall.checkpoint.inventory import Held, aliases, inventory, owner_of, plain
 from unwall.checkpoint.match import Match, cut
 from unwall.checkpoint.model_card import describe_model, write_card
 from unwall.checkpoint.naming import to_files
@@ -18,7 +18,6 @@ from unwall.checkpoint.patchwork import Patchwork
 from unwall.checkpoint.progress import Advance, progress
 from unwall.checkpoint.window import stretches, window
 from unwall.runtime.engine import Engine
-from unwall.runtime.hooks import engine_of
 from unwall.shards.group import Group
 from unwall.tiers.sizes import parse_bytes
 
@@ -38,13 +37,14 @@ def export_weights(
     beside them where it has any. Each rank writes what it owns, through a small buffer, so the directory must be one that all
     ranks share. All ranks call it together.
     """
-    engine = engine_of(model)
+    engine = owner_of(model)
     if engine is None:
         raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")
     limit = parse_bytes(max_shard_size, "max_shard_size")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is one for weights, such as torch.bfloat16, got {dtype}")
     engine.executor.together()
+    model = plain(model)
     held = inventory(model)
     made = to_files(model, held)
     specs = specs_of(made, {name: entry.dtype for name, entry in held.items()}, dtype)
