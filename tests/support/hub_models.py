@@ -27,6 +27,20 @@ def tiny(kind: str):
             d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0,
         )  # fmt: skip
         return hf.T5ForConditionalGeneration(config)
+    if kind == "nomic_bert":
+        config = hf.NomicBertConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=96
+        )  # fmt: skip
+        return hf.NomicBertModel(config)
+    if kind == "ernie_vl":
+        text = {
+            "hidden_size": 512, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 96, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [24, 16],
+            "moe_num_shared_experts": 1,
+        }  # fmt: skip
+        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48}
+        config = hf.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+        return hf.Ernie4_5_VLMoeForConditionalGeneration(config)
     assert kind == "vit"
     config = hf.ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=8, num_labels=5
@@ -35,6 +49,8 @@ def tiny(kind: str):
 
 
 KINDS = ("llama", "qwen3_moe", "mixtral", "t5", "vit")
+ODD_KINDS = ("nomic_bert", "ernie_vl")
+"""Projections packed into one in files; routers transposed, and experts of two kinds mixed in one list."""
 
 
 def loss_of(model, kind: str) -> torch.Tensor:

@@ -29,7 +29,11 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def write_card(card: Mapping[str, Any], folder: Path, dtype: torch.dtype | None) -> None:
     """The files that ``transformers`` looks for beside the weights. ``dtype``: what the weights are in."""
     if "config" in card:
-        config = card["config"] | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
+        config = card["config"]
+        if dtype is not None:
+            name = str(dtype).removeprefix("torch.")
+            parts = {key: part | {"dtype": name} for key, part in config.items() if isinstance(part, dict) and "dtype" in part}
+            config = config | parts | {"dtype": name}
         _write(folder / "config.json", config)
     if "generation_config" in card:
         _write(folder / "generation_config.json", card["generation_config"])

@@ -42,6 +42,11 @@ class Window:
         param = self._states["param"][span]
         if self._group.layout.dtype is torch.bfloat16:
             rest = self._states.get(REMAINDER.name)
+            if values.dtype is torch.bfloat16:  # they are the upper half, and nothing is left over
+                param.copy_(values)
+                if rest is not None:
+                    rest[span].zero_()
+                return
             split_into(param, None if rest is None else rest[span], values, self._group.pool)
             return
         if MASTER.name in self._states:
