@@ -9,7 +9,21 @@ import pytest
 
 import unwall
 
-LAYERS = ["svg", "native", "tiers", "plans", "shards", "schedule", "runtime", "optim", "checkpoint", "planner", "parallel"]
+LAYERS = [
+    "svg",
+    "json_files",
+    "nn",
+    "native",
+    "tiers",
+    "plans",
+    "shards",
+    "schedule",
+    "runtime",
+    "optim",
+    "checkpoint",
+    "planner",
+    "parallel",
+]
 TOP = ["api", "cli", "demo", "report", "integrations", "_version", "__init__", "__main__"]
 SAME = {"deepspeed": "plans"}
 """Files that share the layer of another: ``Plan.from_deepspeed`` and what it calls."""

@@ -17,6 +17,7 @@ from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
+from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
@@ -49,7 +50,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     room = smallest(ranks.every(room_on(device.device, plan)))
-    assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    found = assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    arrange_activations(found, model)
     _guard_plain_optimizers()
     load_waiting(model)
     return model
@@ -185,10 +187,8 @@ def _check_plan(plan: Plan) -> None:
             f"grads={plan.grads!r}: gradients land where the update runs, and the optimizer state is on {states!r} here; "
             "use grads='auto' and choose the tier with optimizer="
         )
-    if plan.activations != "keep":
-        raise PlanError(
-            f"activations={plan.activations!r}: only 'keep' is built yet; wrap blocks in torch's checkpoint instead"
-        )
+    if plan.activations == "disk":
+        raise PlanError("activations='disk' is not built yet: use 'host', 'recompute' or 'keep'")
 
 
 def _check_model(model: nn.Module) -> None:

@@ -1,6 +1,8 @@
 """The ``unwall`` command."""
 
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,10 +84,11 @@ def plan(
     vocab: Annotated[int, typer.Option(help="With a shape: tokens of the vocabulary.")] = 0,
     tiles: Annotated[int, typer.Option(help="With a config or a shape: how many parameters each matrix is cut into.")] = 1,
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Checkpoints on the host: not built yet.")
+        bool, typer.Option("--offload-activations", help="Also look at activation checkpoints on the host.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw bytes per tier and seconds per resource to this .svg file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the sharding code for each rank, without memory.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Bytes by term, seconds by resource, what lost.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose stage, tiers and passes for a model on a machine, and predict bytes and speed."""
@@ -94,21 +97,24 @@ def plan(
             model, gpus=gpus, nodes=nodes, hardware=hardware, batch=batch, seq=seq, device_bytes=device_bytes,
             host_bytes=host_bytes, disk_bytes=disk_bytes, disk=disk, dtype=dtype, clip=clip, objective=objective, vocab=vocab,
             tiles=tiles, offload_activations=offload_activations, plot=plot, dry_run=dry_run, as_json=as_json,
+            verbose=verbose,
         )  # fmt: skip
 
 
 def _plan(
     model: str, *, gpus: int | None, nodes: int, hardware: str | None, dtype: str | None, plot: Path | None, dry_run: bool,
-    as_json: bool, vocab: int, tiles: int, **options: Any,
+    as_json: bool, verbose: bool, vocab: int, tiles: int, **options: Any,
 ) -> None:  # fmt: skip
+    from unwall.planner.choose import check_objective
     from unwall.planner.dryrun import dry_run as rehearse
     from unwall.planner.public import machine_of
     from unwall.planner.public import plan as choose
     from unwall.planner.read import read_dtype, read_model
-    from unwall.planner.report import dry_run_table, tables, to_dict
+    from unwall.planner.report import dry_run_table, short, tables, to_dict
 
     if plot is not None and plot.suffix != ".svg":
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
+    check_objective(options["objective"])  # before a large model is looked at
     outline = read_model(model, vocab, tiles)
     with _progress() as told:
         machine, ranks = machine_of(hardware, None, options["disk"], told)
@@ -125,7 +131,7 @@ def _plan(
         print(json.dumps(to_dict(found) | ({} if checked is None else {"dry_run": checked.to_dict()}), indent=2))
         return
     console = _console()
-    console.print(tables(found))
+    console.print(tables(found) if verbose else short(found), soft_wrap=not verbose)
     if checked is not None:
         console.print(dry_run_table(checked))
 
@@ -173,12 +179,17 @@ def _console() -> Any:
 
 @contextmanager
 def _said_plainly() -> Iterator[None]:
-    """An error that a user can mend becomes one line and a non-zero exit, without a stack trace."""
+    """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where nothing fits."""
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # `unwall plan ... | head`: whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(code=0) from None
     except (ValueError, RuntimeError, OSError) as error:
-        typer.echo(f"unwall: {error}", err=True)
-        raise typer.Exit(code=1) from None
+        options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", str(error))
+        typer.echo(f"unwall: {options}", err=True)
+        raise typer.Exit(code=1 if type(error).__name__ == "DoesNotFitError" else 2) from None
 
 
 @contextmanager

@@ -34,7 +34,8 @@ class Plan:
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
     activations: Activations = "keep"
-    """What happens to activations between forward and backward."""
+    """Between forward and backward: ``"keep"``; ``"recompute"`` the repeated blocks; ``"host"``: the same, and their inputs
+    wait on the host."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
@@ -76,8 +77,13 @@ class Plan:
             raise PlanError(f"reduce_dtype is torch.bfloat16, torch.float16, torch.float32 or None, got {self.reduce_dtype!r}")
         if self.keep_fp32 is not None and not callable(self.keep_fp32):
             raise PlanError(f"keep_fp32 is a function of a parameter's name and the parameter, got {self.keep_fp32!r}")
+        for folder in self.disk if isinstance(self.disk, tuple | list) else (self.disk,) * (self.disk is not None):
+            if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
+                raise PlanError(
+                    f"disk is a directory, or a tuple of several, got {self.disk!r}: Plan(disk='/path/on/a/fast/drive')"
+                )
         uses_disk = "disk" in (self.params, self.grads, self.optimizer, self.activations)
-        if uses_disk and self.disk is None:
+        if uses_disk and not self.directories:
             raise PlanError("a state is placed on disk, but no directory is given: Plan(disk='/path/on/a/fast/drive')")
 
     @classmethod

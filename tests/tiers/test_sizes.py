@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes, parse_bytes
+from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes, parse_bytes, readable_bytes, written_bytes
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,7 @@ from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes, parse_bytes
         ("20GiB", 20 * 2**30),
         (" 1.5 TB ", 1_500_000_000_000),
         ("500mb", 500_000_000),
+        ("20G", 20 * 2**30),
         ("0.1KiB", 102),
         ("9007199254740993", 9007199254740993),  # 2**53 + 1: lost by anything that goes through a float
     ],
@@ -24,7 +25,7 @@ def test_parse(written, nbytes):
     assert parse_bytes(written) == nbytes
 
 
-@pytest.mark.parametrize("wrong", ["", "GiB", "20 GiBs", "20G", "-5", "1e9", "1,5GiB", "½GiB"])
+@pytest.mark.parametrize("wrong", ["", "GiB", "20 GiBs", "20H", "-5", "1e9", "1,5GiB", "½GiB"])
 def test_parse_says_how_to_write_it(wrong):
     with pytest.raises(ValueError, match=r"host_bytes: cannot read .*20GiB"):
         parse_bytes(wrong, "host_bytes")
@@ -53,3 +54,16 @@ def test_align_up_is_the_next_multiple(nbytes, alignment):
     aligned = align_up(nbytes, alignment)
     assert aligned % alignment == 0
     assert nbytes <= aligned < nbytes + alignment
+
+
+@given(st.integers(0, 2**50))
+def test_a_readable_number_is_close_below_and_written_in_short(nbytes):
+    short = readable_bytes(nbytes)
+    assert short <= nbytes <= short * 1.02
+    assert parse_bytes(written_bytes(short)) == short
+    assert nbytes < 2**20 or len(written_bytes(short)) <= 7
+
+
+@given(st.integers(0, 2**50))
+def test_what_is_written_is_read_back_exactly(nbytes):
+    assert parse_bytes(written_bytes(nbytes)) == nbytes

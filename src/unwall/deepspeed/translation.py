@@ -1,6 +1,5 @@
 """From a configuration to a plan and its account."""
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from unwall.deepspeed.readers import (
     read_reduction,
     read_stage,
 )
+from unwall.json_files import read_json
 from unwall.plans import Plan, PlanError
 
 _TO_DO = (Outcome.UNKNOWN, Outcome.MISSING, Outcome.OPTIMIZER, Outcome.SCRIPT)
@@ -54,13 +54,10 @@ def read(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, str | os.PathLike):
         raise PlanError(f"a DeepSpeed config is the path of a JSON file or a dict, got {type(config).__name__}")
     try:
-        found = json.loads(Path(config).read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
-    except OSError as error:
-        raise PlanError(f"the DeepSpeed config {config} cannot be read: {error.strerror or error}") from error
+        found = read_json(Path(config), PlanError, pairs=_without_duplicates)
     except PlanError as error:
-        raise PlanError(f"the DeepSpeed config {config}: {error}") from error
-    except ValueError as error:
-        raise PlanError(f"the DeepSpeed config {config} is not valid JSON: {error}") from error
+        named = error if str(config) in str(error) else f"{config}: {error}"
+        raise PlanError(f"the DeepSpeed config {named}") from error
     if not isinstance(found, dict):
         raise PlanError(f"the DeepSpeed config {config} must hold a JSON object, got {type(found).__name__}")
     return found

@@ -13,7 +13,7 @@ from unwall.planner.outline import Outline
 from unwall.plans import Plan
 from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.ledger import TierName
-from unwall.tiers.sizes import format_bytes
+from unwall.tiers.sizes import format_bytes, readable_bytes
 
 DEVICE_SHARE = 0.92
 """The share of a device's memory that a plan may count on: the rest is the runtime's, and lost between blocks."""
@@ -32,6 +32,10 @@ class Allowance:
     directory: str | None
     together: bool
     """Device and host are the same memory."""
+    host_given: bool = False
+    """The user has said what the host may hold."""
+    disk_given: bool = False
+    """The same for the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ def allowance_of(
         disk_bytes=disk if directory is not None else 0,
         directory=directory,
         together=hardware.is_host,
+        host_given=host_bytes is not None,
+        disk_given=disk_bytes is not None,
     )
 
 
@@ -130,10 +136,10 @@ def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowan
     spare = device_room(candidate, outline, allowance)
     fields = dict(candidate.fields)
     if candidate.budgeted or allowance.device_budget_bytes is not None:
-        fields["device_bytes"] = max(1, spare)
+        fields["device_bytes"] = readable_bytes(max(1, spare))
     if "disk" in fields:
-        fields["host_bytes"] = host_room(candidate, outline, allowance)
-    plan = Plan(compute_dtype=dtype, **fields)
+        fields["host_bytes"] = readable_bytes(host_room(candidate, outline, allowance))
+    plan = Plan(compute_dtype=dtype, activations=candidate.workload.activations, **fields)
     job = make_job(outline, plan, ranks, candidate.workload, spare, host_room(candidate, outline, allowance))
     return job, terms_of(job)
 

@@ -14,11 +14,16 @@ from unwall.planner.pace import dtype_name
 from unwall.planner.predict import Prediction
 from unwall.planner.search import Search, Tried, Verdict
 from unwall.plans import Plan, PlanError
+from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes
 
 Objective = Literal["speed", "memory"]
 AS_FAST = 1.01
 """Two predictions that differ by less are the same."""
+
+
+class DoesNotFitError(PlanError):
+    """Nothing fits. Says what is missing and what would do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,11 @@ class ChosenPlan(Plan):
     name: str = field(default="", compare=False)
     """What it does, in words."""
     model: str = field(default="", compare=False)
+    model_params: int = field(default=0, compare=False)
+    """Parameters of the model, in all."""
     machine: str = field(default="", compare=False)
+    rooms: dict[TierName, int] = field(default_factory=dict, compare=False)
+    """Bytes per tier that the plan was judged by: the machine's, or the user's budgets."""
     ranks: int = field(default=1, compare=False)
     workload: Workload = field(default_factory=Workload, compare=False)
     """Samples of one pass, passes before a step, and whether to recompute: the caller's loop does that."""
@@ -65,10 +74,9 @@ def choose(
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
     ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
-    at plans that keep activation checkpoints on the host, which the engine does not do yet.
+    at plans that keep activation checkpoints on the host.
     """
-    if objective not in ("speed", "memory"):
-        raise PlanError(f"objective is speed or memory, got {objective!r}")
+    check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
     dtype = _dtype(hardware, compute_dtype)
@@ -81,7 +89,7 @@ def choose(
     search.run(listed, stop_early=objective == "speed")
     tried, lost = search.tried, list(search.lost.values())
     if not tried:
-        raise PlanError(_nothing_fits(outline, hardware, ranks, allowance, dtype, listed[-1].workload))
+        raise DoesNotFitError(_nothing_fits(outline, hardware, ranks, allowance, dtype, listed[-1].workload))
     best = _best(tried, objective)
     for found in tried:
         if found is not best:
@@ -93,9 +101,16 @@ def choose(
     lost.sort(key=lambda verdict: (verdict.step_s is None, verdict.step_s or 0.0))
     plan = {item.name: getattr(best.job.plan, item.name) for item in dataclasses.fields(Plan)}
     return ChosenPlan(
-        **plan, name=best.candidate.name, model=outline.description.name, machine=hardware.name, ranks=ranks,
+        **plan, name=best.candidate.name, model=outline.description.name,
+        model_params=outline.description.params, rooms=_rooms(hardware, allowance), machine=hardware.name, ranks=ranks,
         workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost), advice=tuple(_advice(best)),
     )  # fmt: skip
+
+
+def check_objective(objective: str) -> None:
+    """PlanError for one that is not known."""
+    if objective not in ("speed", "memory"):
+        raise PlanError(f"objective is speed or memory, got {objective!r}")
 
 
 def _per_rank(batch: int | None, ranks: int) -> int:
@@ -137,12 +152,14 @@ def _why(found: Tried, best: Tried, objective: Objective) -> str:
     return f"{ratio:.2f} times the time; most of it {busiest}"
 
 
+def _rooms(hardware: Hardware, allowance: Allowance) -> dict[TierName, int]:
+    device = hardware.device_bytes if allowance.device_budget_bytes is None else allowance.device_budget_bytes
+    host = allowance.host_bytes if allowance.host_given else hardware.host_bytes // hardware.devices_per_node
+    return {"device": device, "host": host, "disk": allowance.disk_bytes}
+
+
 def _advice(best: Tried) -> list[str]:
     load, found = best.job.workload, []
-    if load.recompute:
-        found.append("wrap each block in torch.utils.checkpoint (use_reentrant=False): activations are to be recomputed")
-    if load.activations == "host":
-        found.append("keep the blocks' inputs on the host: the engine does not do that yet")
     if load.passes > 1:
         found.append(f"run {load.passes} passes of {load.batch} samples per rank, then step: their gradients add up")
     else:

@@ -1,12 +1,21 @@
 """A model as its Hugging Face ``config.json`` describes it: the families whose sizes are known here."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unwall.json_files import read_json
 from unwall.planner.description import Description, DescriptionError, Part, block_of, feed_forward, vocab_parts
+
+
+class UnknownFamilyError(DescriptionError):
+    """A model type whose sizes are not known here."""
+
+    def __init__(self, kind: object, config: Mapping[str, Any]) -> None:
+        known = ", ".join(sorted(_FAMILIES))
+        super().__init__(f"model_type {kind!r} is not known, only {known}; describe it by a module or a shape")
+        self.config = config
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> Description:
@@ -15,19 +24,13 @@ def from_config(config: Mapping[str, Any] | str | Path) -> Description:
         config = _read(Path(config))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
-        known = ", ".join(sorted(_FAMILIES))
-        raise DescriptionError(f"model_type {kind!r} is not known, only {known}; describe it by a module or a shape")
+        raise UnknownFamilyError(kind, config)
     return Description(name=str(config.get("_name_or_path") or kind), parts=_FAMILIES[kind](config))
 
 
 def _read(path: Path) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise DescriptionError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DescriptionError(f"{path}: is not JSON: {error}") from error
+    found = read_json(path, DescriptionError)
     if not isinstance(found, dict):
         raise DescriptionError(f"{path}: expected an object with model_type and sizes, got {type(found).__name__}")
     return found

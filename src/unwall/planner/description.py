@@ -23,6 +23,10 @@ class DescriptionError(ValueError):
     """A model that cannot be described: says what was got, what was expected, and what to write instead."""
 
 
+MAX_BLOCKS, MAX_PARAMS = 10_000, 10**15
+"""A model that is larger is a slip of the pen: looking at it would take minutes, or overflow."""
+
+
 class Piece(NamedTuple):
     """One parameter of a part."""
 
@@ -63,6 +67,11 @@ class Description:
 
     name: str
     parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        for what, value, most in (("layers", self.blocks, MAX_BLOCKS), ("parameters", self.params, MAX_PARAMS)):
+            if value > most:
+                raise DescriptionError(f"{self.name}: {value:.3g} {what}, more than the {most:.0e} that can be planned for")
 
     @property
     def params(self) -> int:

@@ -1,13 +1,13 @@
 """A machine as the planner sees it: bytes, link rates, matmul rates. Read from files, so that one need not have it."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from unwall.json_files import read_json
 from unwall.planner.formulas import Ceilings
 from unwall.tiers.sizes import parse_bytes
 
@@ -166,13 +166,7 @@ def load(name: str | Path) -> Hardware:
         path = MACHINES / f"{str(name).lower()}.json"
         if path.stem not in names():
             raise HardwareError(f"no machine is called {str(name)!r}; there are {', '.join(names())}, or give a .json file")
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise HardwareError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise HardwareError(f"{path}: is not JSON: {error}") from error
-    return from_dict(found, str(path))
+    return from_dict(read_json(path, HardwareError), str(path))
 
 
 def from_dict(values: Any, what: str = "hardware") -> Hardware:

@@ -13,6 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from unwall.json_files import read_json
 from unwall.planner import measure
 from unwall.planner.hardware import Hardware, HardwareError, from_dict
 from unwall.planner.pace import dtype_name
@@ -175,9 +176,9 @@ def _directory(disk: str | Path) -> Path:
 def _read(path: Path) -> dict[str, Any] | None:
     """What was measured before, if it can be read: a broken file is measured again."""
     try:
-        found = json.loads(path.read_text())
+        found = read_json(path, HardwareError)
         from_dict(found["hardware"])
-    except (OSError, ValueError, KeyError, TypeError, HardwareError):
+    except (ValueError, KeyError, TypeError):  # HardwareError is a ValueError
         return None
     return found if isinstance(found, dict) else None
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unwall.planner.choose import ChosenPlan, Objective, choose
+from unwall.planner.choose import ChosenPlan, Objective, check_objective, choose
 from unwall.planner.description import Description
 from unwall.planner.hardware import Hardware, load
 from unwall.planner.outline import Outline
@@ -45,14 +45,15 @@ def plan(
     ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
     shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
     ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank, as in
-    ``Plan``. ``offload_activations`` also looks at what the engine does not do yet: activation checkpoints on the host.
+    ``Plan``. ``offload_activations`` also looks at activation checkpoints on the host.
     PlanError says what would fit where nothing does.
     """
-    outline = read_model(model, vocab, tiles)
-    machine, ranks = machine_of(hardware, ranks, disk, progress)
+    check_objective(objective)  # before a large model is looked at
     if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
         raise PlanError(f"seq must be a whole number above 0, got {seq!r}")
+    outline = read_model(model, vocab, tiles)
     directory = None if disk is None else str(disk)
+    machine, ranks = machine_of(hardware, ranks, disk, progress)
     if directory is None and hardware is not None and machine.disk_bytes:
         directory = NOT_GIVEN
     budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from unwall.planner.configs import from_config
+from unwall.planner.configs import UnknownFamilyError, from_config
 from unwall.planner.description import Description, DescriptionError, from_shape
 from unwall.planner.outline import Outline, outline_of, skeleton
 
@@ -30,7 +30,7 @@ def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: i
     if isinstance(model, Description):
         return skeleton(model, tiles)
     if isinstance(model, Path):
-        return skeleton(from_config(model), tiles)
+        return _from_file(model, tiles)
     if not isinstance(model, str):
         raise DescriptionError(
             f"a model is an nn.Module, a config.json or its directory, module:function, or a shape such as 80x10240, "
@@ -39,7 +39,7 @@ def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: i
     if _SHAPE_LIKE.fullmatch(model):
         return skeleton(from_shape(model, vocab=vocab), tiles)
     if Path(model).exists():
-        return skeleton(from_config(model), tiles)
+        return _from_file(model, tiles)
     if _PYTHON_LIKE.fullmatch(model):
         return _call(model)
     raise DescriptionError(
@@ -48,9 +48,42 @@ def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: i
     )
 
 
+def _from_file(path: str | Path, tiles: int) -> Outline:
+    """A config whose sizes are known here, or any other that transformers can build."""
+    try:
+        return skeleton(from_config(path), tiles)
+    except UnknownFamilyError as error:
+        if tiles != 1 or not isinstance(error.config.get("model_type"), str):
+            raise
+        return outline_of(_build(error), str(error.config["model_type"]))
+
+
+def _build(unknown: UnknownFamilyError) -> nn.Module:
+    """The model of a config, by transformers, on the meta device."""
+    try:
+        import transformers
+    except ImportError:
+        raise DescriptionError(f"{unknown}; with transformers installed any of its configs can be planned for") from None
+    fields = dict(unknown.config)
+    try:
+        config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        named = [getattr(transformers, str(name), None) for name in config.architectures or ()]
+        found = next((kind for kind in named if kind is not None), None)
+        with torch.device("meta"):
+            built: nn.Module = found(config) if found is not None else transformers.AutoModel.from_config(config)
+            return built
+    except Exception as error:  # whatever transformers makes of a config
+        raise DescriptionError(f"transformers cannot build this config: {type(error).__name__}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 def read_dtype(name: str | None) -> torch.dtype | None:
-    """``bfloat16``, ``float16`` or ``float32``."""
+    """``bfloat16``, ``float16`` or ``float32``, or their short names."""
     known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}.get(name or "", name)
     if name is not None and name not in known:
         raise DescriptionError(f"dtype is one of {', '.join(known)}, got {name!r}")
     return None if name is None else known[name]
@@ -77,7 +110,7 @@ def _call(path: str) -> Outline:
         with torch.device("meta"):
             built = found()
     except Exception as error:  # the user's own code
-        raise DescriptionError(f"{path}: failed on the meta device: {type(error).__name__}: {error}") from error
+        raise DescriptionError(f"{path}: failed on the meta device: {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(built, nn.Module):
         raise DescriptionError(f"{path}: expected an nn.Module, got {type(built).__name__}")
     return outline_of(built, path)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from unwall.planner.candidates import DEVICE_SHARE, Allowance, Candidate, Short,
 from unwall.planner.hardware import Hardware
 from unwall.planner.outline import Outline
 from unwall.runtime.resources import HOST_SHARE
-from unwall.tiers.sizes import format_bytes
+from unwall.tiers.sizes import format_bytes, readable_bytes, written_bytes
 
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)
 
@@ -37,20 +38,37 @@ _PLENTY = 1 << 62
 
 
 def _budgets(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
-    """A budget of the user's that is too small."""
-    if allowance.device_budget_bytes is None:
-        return
-    free = dataclasses.replace(allowance, device_budget_bytes=None)
-    if lack(place, ranks, free) is not None:
-        return
-    short = lack(place, ranks, allowance)
-    low, high = allowance.device_budget_bytes, allowance.device_bytes
-    while high - low > max(1 << 20, high // 100):  # groups change with the budget, so it is searched and not computed
+    """The budgets of the user's that are too small."""
+    theirs = {
+        "device_budget_bytes": allowance.device_budget_bytes is not None,
+        "host_bytes": allowance.host_given,
+        "disk_bytes": allowance.disk_given and allowance.directory is not None,
+    }
+    for name in (name for name, given in theirs.items() if given):
+
+        def fits(nbytes: int, name: str = name) -> bool:
+            changed: dict[str, Any] = {name: nbytes}
+            return lack(place, ranks, dataclasses.replace(allowance, **changed)) is None
+
+        if fits(_PLENTY):
+            now = getattr(allowance, name)
+            yield f"{name.replace('_budget', '')}={_short(_least(fits, now))!r} (it is {format_bytes(now)})"
+
+
+def _least(fits: Callable[[int], bool], low: int) -> int:
+    """About the least number of bytes above ``low`` that fits. Groups change with a budget, so it is searched for."""
+    high = max(2 * low, 1 << 20)
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1 << 20, high // 100):
         middle = (low + high) // 2
-        fits = lack(place, ranks, dataclasses.replace(allowance, device_budget_bytes=middle)) is None
-        low, high = (low, middle) if fits else (middle, high)
-    if short is not None:
-        yield f"device_bytes of about {format_bytes(high)} (it is {format_bytes(allowance.device_budget_bytes)})"
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _short(nbytes: int) -> str:
+    """At least that many bytes, as one writes them."""
+    return written_bytes(readable_bytes(nbytes + nbytes // 99 + 1))
 
 
 def _host(place: Candidate, hardware: Hardware, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
@@ -87,13 +105,9 @@ def _device(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> I
         or lack(place, ranks, dataclasses.replace(allowance, device_bytes=_PLENTY)) is not None
     ):
         return
-    low, high = allowance.device_bytes, allowance.device_bytes
-    while lack(place, ranks, dataclasses.replace(allowance, device_bytes=high)) is not None:
-        low, high = high, 2 * high
-    while high - low > high // 50:
-        middle = (low + high) // 2
-        fits = lack(place, ranks, dataclasses.replace(allowance, device_bytes=middle)) is None
-        low, high = (low, middle) if fits else (middle, high)
+    high = _least(
+        lambda size: lack(place, ranks, dataclasses.replace(allowance, device_bytes=size)) is None, allowance.device_bytes
+    )
     wanted, there = (format_bytes(int(nbytes / DEVICE_SHARE)) for nbytes in (high, allowance.device_bytes))
     yield f"devices with {wanted} (they have {there})"
 

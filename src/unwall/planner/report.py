@@ -7,6 +7,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from unwall.planner.answer import answer, code, plan_fields, seconds
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.dryrun import DryRun
 from unwall.planner.hardware import Hardware
@@ -25,35 +26,20 @@ def as_text(plan: ChosenPlan, width: int = 120) -> str:
     return out.getvalue().rstrip()
 
 
+def short(plan: ChosenPlan) -> Text:
+    """The answer, the line to paste, and what is left to do."""
+    return Text("\n".join([answer(plan), code(plan), *(f"- {line}" for line in plan.advice)]))
+
+
 def tables(plan: ChosenPlan) -> RenderableType:
-    """Everything a user wants to see of a plan."""
-    many = f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
-    parts: list[RenderableType] = [Text(f"{plan.model} on {plan.machine}, {many}: {plan.name}", style="bold"), Text(code(plan))]
+    """Everything there is to see of a plan, the answer first."""
+    parts: list[RenderableType] = [Text(answer(plan), style="bold"), Text(f"{plan.model}: {plan.name}"), Text(code(plan))]
     if plan.prediction is not None:
         parts += [_bytes(plan.prediction), _time(plan.prediction), Text(summary(plan))]
     parts += [Text(f"- {line}") for line in plan.advice]
     if plan.runners_up:
         parts.append(_lost(plan.runners_up))
     return Group(*parts)
-
-
-def code(plan: ChosenPlan) -> str:
-    """The plan as one would write it."""
-    shown = [f"{name}={value if name.endswith('dtype') else repr(value)}" for name, value in plan_fields(plan).items()]
-    return f"unwall.Plan({', '.join(shown)})"
-
-
-def plan_fields(plan: ChosenPlan) -> dict[str, Any]:
-    """What differs from ``Plan()``, as JSON can hold it."""
-    from unwall.plans import Plan
-
-    plain, default = plan.to_plan(), Plan()
-    found = {}
-    for name in vars(default):
-        value = getattr(plain, name)
-        if value != getattr(default, name):
-            found[name] = value if isinstance(value, int | str) else str(value)
-    return {"stage": plan.stage} | found
 
 
 def workload_words(load: Workload) -> str:
@@ -75,10 +61,6 @@ def summary(plan: ChosenPlan) -> str:
         worn = "" if found.disk_days is None else f": worn out after {found.disk_days:,.0f} days"
         lines.append(f"a node's drives take {found.disk_written_bytes_per_day / 1e12:.1f} TB per day{worn}")
     return "\n".join(lines)
-
-
-def seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
 
 
 def _bytes(found: Prediction) -> Table:

@@ -20,7 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils import checkpoint
 
+from unwall.runtime.stand_ins import StandIns
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
@@ -72,6 +74,7 @@ class SavedTensors:
         """What saved tensors go through after the user's hooks, if there are any."""
         self.watching = False
         """A pair of ours is in place."""
+        self.stand_ins = StandIns()
         self._versions = Versions(self._name_of)
         self._groups = groups
         self._flats: dict[int, int] = {}
@@ -128,6 +131,19 @@ class SavedTensors:
     def _over(self, top: Any) -> "Pair":
         return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
 
+    def shown(self, value: torch.Tensor) -> torch.Tensor:
+        """What backward gets: a view of a flat buffer whose group is resident, or any other tensor as it is."""
+        view = self.stand_ins.meant_by(value)
+        # Also where hooks gave back another tensor than they got, or recomputed it meanwhile.
+        index = self.group_of(value) if view is None else view.group
+        if index is None:
+            return value
+        self.reading(index)
+        if view is None:
+            return value
+        storage = self._groups[index].buffer.tensor.untyped_storage()
+        return value.new_empty(0).set_(storage, view.offset, view.shape, view.stride)
+
     def views_of(self, index: int) -> SavedViews:
         """The count of what autograd holds of a group's flat buffer."""
         return self._groups[index].buffer.saved
@@ -155,18 +171,21 @@ class Counted:
 class Pair:
     """A pair of default hooks: the guard of flat buffers around some layers. See [Note: layers]."""
 
-    __slots__ = ("_layers", "saved")
+    __slots__ = ("_checkpoint", "_layers", "saved")
 
     def __init__(self, saved: SavedTensors, layers: tuple[Layer, ...]) -> None:
         self.saved = saved
         self._layers = layers
+        self._checkpoint = isinstance(layers[0], Hooks) and layers[0].pack.__module__ == checkpoint.__name__
+        """The first layer is a checkpoint's. See [Note: stand-ins]."""
 
     def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, Counted | None]":
-        value: Any = tensor
+        index = self.saved.group_of(tensor)
+        stands_in = index is not None and self._checkpoint
+        value: Any = self.saved.stand_ins.of(index, tensor) if index is not None and stands_in else tensor
         for layer in self._layers:
             value = layer.pack(value)
-        index = self.saved.group_of(tensor)
-        if index is None:
+        if index is None or stands_in:
             return None, value, None
         # What other hooks keep beside what they give back is not known: it counts as somebody else's.
         ours = not isinstance(self._layers[0], Hooks) or (
@@ -180,10 +199,7 @@ class Pair:
             self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):
             value = layer.unpack(value)
-        found = self.saved.group_of(value) if isinstance(value, torch.Tensor) else None
-        if found is not None:  # also where hooks gave back another tensor than they got, or recomputed it meanwhile
-            self.saved.reading(found)
-        return value
+        return self.saved.shown(value) if isinstance(value, torch.Tensor) else value
 
 
 def _owner(top: Any) -> Pair | None:

@@ -9,6 +9,10 @@ ALIGNMENT = 4096
 _UNITS = {
     "": 1,
     "B": 1,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
@@ -22,7 +26,7 @@ _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(value: int | str, what: str = "byte count") -> int:
-    """``4096``, ``"20GiB"`` or ``"1.5 TB"`` as a number of bytes. ValueError says what is wrong with anything else."""
+    """``4096``, ``"20GiB"``, ``"20G"`` (the same) or ``"1.5 TB"`` as a number of bytes. ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError(f"{what} must be an int (bytes) or a string such as '20GiB', got {value!r}")
     if isinstance(value, int):
@@ -45,6 +49,25 @@ def format_bytes(nbytes: int) -> str:
             return f"{int(size)} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def readable_bytes(nbytes: int) -> int:
+    """The next number of bytes below that one can write in short: three digits and a unit."""
+    for unit in (2**40, 2**30, 2**20):
+        if nbytes >= unit:
+            step = Fraction(unit, 100 if nbytes < 10 * unit else 10 if nbytes < 100 * unit else 1)
+            return int(nbytes // step * step)
+    return nbytes
+
+
+def written_bytes(nbytes: int) -> str:
+    """As :func:`parse_bytes` reads it back, exactly: ``"14.5GiB"``, or the number where no short form is exact."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        for digits in (0, 1, 2):
+            text = f"{nbytes / unit:.{digits}f}{name}"
+            if nbytes >= unit and parse_bytes(text) == nbytes:
+                return text
+    return str(nbytes)
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:

@@ -1,0 +1,86 @@
+"""Activation checkpointing around a model's repeated blocks, without a change to the model."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as checkpoint_source
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+
+def recompute_blocks(model: nn.Module) -> list[str]:
+    """Puts torch's checkpoint (the non-reentrant kind) around the repeated blocks. Returns their names.
+
+    A transformers model switches its own on, which knows what to do with caches. One that checkpoints already is left alone.
+    """
+    blocks = list(repeated_blocks(model))
+    if getattr(model, "is_gradient_checkpointing", False):
+        return []
+    if getattr(model, "supports_gradient_checkpointing", False):
+        enable: Callable[..., None] = model.gradient_checkpointing_enable  # type: ignore[assignment]
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return [name for name, _ in blocks]
+    for _, block in blocks:
+        block.forward = _recomputed(block, block.forward)
+        if block._compiled_call_impl is not None:
+            block._compiled_call_impl = _recomputed(block, block._compiled_call_impl)
+    return [name for name, _ in blocks]
+
+
+def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The children of the outermost ModuleLists and Sequentials, as far as they have children themselves."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        listed = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList | nn.Sequential)
+        if listed and next(child.children(), None) is not None:
+            yield path, child
+        else:
+            yield from repeated_blocks(child, path)
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward, whose activations are computed again in backward."""
+    has_buffers = next(block.buffers(), None) is not None
+    contexts = functools.partial(_contexts, block) if has_buffers else noop_context_fn
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or _inside_checkpoint():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For forward, and for the forward that is run again."""
+    return nullcontext(), _keep_buffers(block)
+
+
+@contextmanager
+def _keep_buffers(block: nn.Module) -> Iterator[None]:
+    """What a block counts in its buffers (the statistics of a batch norm) it has counted in forward already."""
+    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in kept:  # all of them: a batch norm does not count its writes as changes
+            buffer.data.copy_(value)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether a checkpoint of the user's runs this, now or again in backward: then nothing of it is kept anyway."""
+    found: FrameType | None = sys._getframe(2)
+    while found is not None:
+        if found.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        found = found.f_back
+    return False
+
+
+_CHECKPOINT_FILE = checkpoint_source.__file__

@@ -1,0 +1,278 @@
+"""Activations that wait for backward in host memory.
+
+[Note: there and back]
+A layer of the saved tensors (see [Note: layers] in saved.py). What autograd saves, storage by storage, is copied to page-locked
+host memory on a stream of its own while forward goes on. The device's memory is held until the copy has ended: at most
+``IN_FLIGHT_BYTES`` of it, then the compute stream (not the caller) waits for the oldest copy. In backward the storage that was
+saved last is needed first, so the ones before it are on their way while it is used, ``AHEAD_BYTES`` of them. What is still on
+the device when it is needed does not come back: it never left.
+
+A storage that several nodes save (the input of three projections, the parts of a packed one) moves once. A tensor that is
+changed in place while its copy is under way would be saved in part before and in part after the change: that is an error in
+backward, as it is in plain PyTorch.
+"""
+
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from unwall.tiers.host import HostBlock, HostTier
+from unwall.tiers.ledger import BudgetError
+from unwall.tiers.links import Links
+
+MIN_BYTES = 1 << 20
+"""Smaller storages stay: many small copies would cost more than they free."""
+IN_FLIGHT_BYTES = 1 << 30
+AHEAD_BYTES = 1 << 30
+
+Done: TypeAlias = "torch.cuda.Event | None"
+"""When a copy has ended."""
+
+
+class Shelf:
+    """Host memory for activations. What was used once is used again: sizes repeat from step to step."""
+
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
+        self._free: defaultdict[int, deque[tuple[HostBlock, Done]]] = defaultdict(deque)
+        host.ledger.ask_before_refusing(self.clear)
+
+    def take(self, nbytes: int) -> "tuple[HostBlock, Done] | None":
+        """A block, and what must have ended before it is written. None where the host has no room for it."""
+        try:
+            return self._free[nbytes].popleft()
+        except IndexError:
+            pass
+        try:
+            return self._host.allocate(nbytes, "activations", pinned=True), None
+        except BudgetError:
+            return None
+
+    def put(self, block: HostBlock, done: "Done") -> None:
+        """From any thread, at any moment: a graph that is dropped gives its blocks back. ``done``: the last copy of it."""
+        self._free[block.nbytes].append((block, done))
+
+    def clear(self) -> None:
+        """Frees what nobody uses."""
+        for blocks in list(self._free.values()):
+            while blocks:
+                block, done = blocks.pop()
+                if done is not None:
+                    done.synchronize()
+                self._host.free(block)
+
+
+class Leaving:
+    """A tensor whose storage is being copied to the host: held until that has ended."""
+
+    __slots__ = ("done", "nbytes", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = tensor._version
+        self.nbytes = nbytes
+        self.done: Done = None
+        """None without an accelerator: copies end before they return."""
+
+    def changed(self) -> bool:
+        return self.tensor is not None and self.tensor._version != self.version
+
+
+class Moved:
+    """A storage that was saved: on its way out, on the host, or on its way back."""
+
+    __slots__ = ("__weakref__", "_origin", "_shelf", "arrived", "back", "block", "leaving", "number", "spoiled")
+
+    def __init__(self, shelf: Shelf, block: HostBlock, tensor: torch.Tensor, number: int) -> None:
+        self._shelf = shelf
+        self._origin = tensor.untyped_storage()._weak_ref()
+        self.block = block
+        self.number = number
+        """Its place in the order of saving."""
+        self.leaving = Leaving(tensor.detach(), block.nbytes)
+        self.spoiled = False
+        """It was changed while it was copied."""
+        self.back: torch.UntypedStorage | None = None
+        """The storage that it came back in."""
+        self.arrived: Done = None
+        """The copy to the device has ended."""
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a copy of this tensor as it is now. While we know of a storage its address is no other's."""
+        return self.leaving.version == tensor._version and not torch.UntypedStorage._expired(self._origin)
+
+    def __del__(self) -> None:
+        leaving = getattr(self, "leaving", None)  # None: interrupted while it was made
+        if leaving is None:
+            return
+        torch.UntypedStorage._free_weak_ref(self._origin)
+        if leaving.done is None or leaving.done.query():
+            leaving.tensor = None
+        self._shelf.put(self.block, self.arrived or leaving.done)
+
+
+class SavedView:
+    """What autograd keeps: a tensor of a storage that moved."""
+
+    __slots__ = ("dtype", "moved", "offset", "shape", "stride")
+
+    def __init__(self, moved: Moved, tensor: torch.Tensor) -> None:
+        self.moved = moved
+        self.dtype, self.shape, self.stride, self.offset = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+class SavedOnHost:
+    """The layer. ``stays`` says which tensors are no activations: views of parameters. See [Note: there and back]."""
+
+    def __init__(self, links: Links, host: HostTier, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
+        self._links = links
+        self._device = device
+        self._stays = stays
+        self._min_bytes, self._in_flight_bytes, self._ahead_bytes = MIN_BYTES, IN_FLIGHT_BYTES, AHEAD_BYTES
+        self._shelf = Shelf(host)
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._lock = threading.RLock()
+        self._known: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
+        self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
+        self._leaving: deque[tuple[Leaving, weakref.ref[Moved]]] = deque()
+        self._leaving_bytes = 0
+        self._count = 0
+
+    # -- the layer ----------------------------------------------------------------------------------------------------
+
+    def pack(self, value: Any, /) -> Any:
+        recomputed = torch._C._current_graph_task_id() != -1  # backward uses it at once
+        if recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
+            return value
+        with self._lock:
+            moved = self._find(value) or self._send(value)
+        return value if moved is None else SavedView(moved, value)
+
+    def unpack(self, packed: Any, /) -> Any:
+        if not isinstance(packed, SavedView):
+            return packed
+        moved = packed.moved
+        with self._lock:
+            storage = self._storage_of(moved)
+            self._fetch_ahead(moved.number)
+        tensor = torch.empty(0, dtype=packed.dtype, device=self._device)
+        return tensor.set_(storage, packed.offset, packed.shape, packed.stride)
+
+    # -- to the host --------------------------------------------------------------------------------------------------
+
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout is not torch.strided or tensor.device != self._device or type(tensor) not in _PLAIN:
+            return False
+        nbytes = tensor.untyped_storage().nbytes()
+        # A small piece of something large would take all of it along.
+        return (
+            nbytes >= self._min_bytes and 2 * tensor.nbytes >= nbytes and not tensor.is_inference() and not self._stays(tensor)
+        )
+
+    def _find(self, tensor: torch.Tensor) -> Moved | None:
+        moved = self._known.get(tensor.untyped_storage()._cdata)
+        return moved if moved is not None and moved.is_of(tensor) else None
+
+    def _send(self, tensor: torch.Tensor) -> Moved | None:
+        storage = tensor.untyped_storage()
+        taken = self._shelf.take(storage.nbytes())
+        if taken is None:
+            return None  # no room on the host: it stays
+        block, free = taken
+        self._count += 1
+        moved = Moved(self._shelf, block, tensor, self._count)
+        leaving = moved.leaving
+        leaving.done = self._copy(_bytes_of(storage), block.data, outward=True, after=free)
+        self._known[storage._cdata] = self._by_number[moved.number] = moved
+        self._leaving.append((leaving, weakref.ref(moved)))
+        self._leaving_bytes += leaving.nbytes
+        self._let_go()
+        return moved
+
+    def _let_go(self) -> None:
+        """Gives up the device's memory of what has left, and of the oldest where too much is on its way."""
+        while self._leaving:
+            leaving, found = self._leaving[0]
+            ended = leaving.done is not None and leaving.done.query()
+            if not ended and self._leaving_bytes <= self._in_flight_bytes:
+                return
+            if not ended and leaving.done is not None:
+                torch.cuda.current_stream(self._device).wait_event(leaving.done)
+            self._leaving.popleft()
+            self._leaving_bytes -= leaving.nbytes
+            moved = found()
+            if moved is not None:
+                moved.spoiled = leaving.changed()
+            leaving.tensor = None
+
+    # -- back ---------------------------------------------------------------------------------------------------------
+
+    def _storage_of(self, moved: Moved) -> torch.UntypedStorage:
+        """The storage on the device, for the stream that computes now."""
+        if moved.spoiled or moved.leaving.changed():
+            raise RuntimeError(
+                "backward needs a tensor as it was in forward, but it has been modified since by an inplace operation: "
+                "do it out of place, or use Plan(activations='keep')"
+            )
+        if moved.leaving.tensor is not None:
+            return moved.leaving.tensor.untyped_storage()
+        self._fetch(moved)
+        storage, moved.back = moved.back, None  # whoever uses it now holds it; a second backward fetches it again
+        assert storage is not None
+        if moved.arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(moved.arrived)
+        return storage
+
+    def _fetch_ahead(self, number: int) -> None:
+        """What was saved before is needed next."""
+        ahead = 0
+        for earlier in range(number - 1, 0, -1):
+            moved = self._by_number.get(earlier)
+            if moved is None or moved.leaving.tensor is not None:
+                return
+            ahead += moved.block.nbytes
+            if ahead > self._ahead_bytes:
+                return
+            self._fetch(moved)
+
+    def _fetch(self, moved: Moved) -> None:
+        if moved.back is None:
+            target = torch.empty(moved.block.nbytes, dtype=torch.uint8, device=self._device)
+            moved.arrived = self._copy(moved.block.data, target, outward=False, after=moved.leaving.done)
+            moved.back = target.untyped_storage()
+
+    # -- copies -------------------------------------------------------------------------------------------------------
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, *, outward: bool, after: Done) -> Done:
+        """Copies, on a stream of its own where there is an accelerator."""
+        meter = self._links.meters[("device", "host") if outward else ("host", "device")]
+        meter.add(source.nbytes)
+        if self._device.type != "cuda":
+            target.copy_(source)
+            return None
+        assert self._links.clock is not None
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        stream = self._streams[0 if outward else 1]
+        # What computes now may still write the source, or read what was in the target's memory before.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            target.copy_(source, non_blocking=True)
+            end.record(stream)
+        meter.watch_events(start, end, "activations", self._links.clock)
+        return end
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,306 @@
+"""``Plan(activations=...)``: kept, recomputed or moved to the host, the values are the same."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import unwall
+from unwall.runtime import saved_on_host
+from unwall.runtime.recompute import repeated_blocks
+
+CHOICES = ["recompute", "host"]
+
+
+@pytest.fixture(autouse=True)
+def everything_moves(monkeypatch):
+    """Also what is as small as in these models; and nothing is still on the device when it is needed again."""
+    monkeypatch.setattr(saved_on_host, "MIN_BYTES", 1)
+    monkeypatch.setattr(saved_on_host, "IN_FLIGHT_BYTES", 0)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(width)
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.drop(torch.relu(self.conv(self.norm(x))))
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.stages = nn.Sequential(nn.Sequential(Block(8), Block(8)), nn.MaxPool2d(2), nn.Sequential(Block(8), Block(8)))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.stages(self.stem(x)).mean((2, 3)))
+
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+}
+TOKENS = torch.arange(24).view(2, 12) % 40
+
+
+def decoder():
+    model = LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1))
+    return model.train(), lambda: model(TOKENS, labels=TOKENS).loss
+
+
+def encoder_decoder():
+    sizes = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 40}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.1, decoder_start_token_id=0))
+    return model.train(), lambda: model(TOKENS, labels=TOKENS).loss
+
+
+def experts():
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    )
+    return model.train(), lambda: model(TOKENS, labels=TOKENS).loss
+
+
+def convolutions():
+    model = Convolutions()
+    images = torch.linspace(-1, 1, 2 * 3 * 12 * 12).view(2, 3, 12, 12)
+    return model, lambda: nn.functional.cross_entropy(model(images), torch.tensor([1, 3]))
+
+
+def trained(make, activations, tier="device", steps=3, **options):
+    """Losses and parameters after some steps."""
+    torch.manual_seed(0)
+    model, loss_of = make()
+    plan = unwall.Plan(params=tier, optimizer=tier, activations=activations, compute_dtype=torch.float32, **options)
+    unwall.shard(model, plan)
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict(), model
+
+
+@pytest.mark.parametrize("make", [decoder, encoder_decoder, experts, convolutions])
+@pytest.mark.parametrize("activations", CHOICES)
+def test_the_bits_are_those_of_keep(make, activations):
+    losses, values, _ = trained(make, "keep")
+    for tier in ("device", "host"):
+        found, state, model = trained(make, activations, tier)
+        exact = make is not encoder_decoder  # with checkpoints plain PyTorch adds up its output's gradient in another order
+        assert found == pytest.approx(losses, abs=0 if exact else 1e-5, rel=0)
+        for name, value in values.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=0 if exact else 1e-5)
+        if activations == "host":
+            assert moved_bytes(model) > 0
+
+
+@pytest.mark.parametrize("activations", CHOICES)
+def test_a_tight_device(activations):
+    """A block is recomputed while its groups come and go. Nothing that the checkpoint keeps holds their memory."""
+    losses, values, _ = trained(decoder, "keep")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # "is kept by your code"
+        found, state, _ = trained(decoder, activations, "host", device_bytes="60KiB")
+    assert found == losses
+    assert all(torch.equal(state[name], value) for name, value in values.items())
+
+
+# -- what moves -------------------------------------------------------------------------------------------------------
+
+
+def sharded(model, activations="host", **options):
+    return unwall.shard(model, unwall.Plan(activations=activations, compute_dtype=torch.float32, **options))
+
+
+def moved_bytes(model, way="device>host"):
+    links = unwall.stats(model).links
+    return links[way].moved_bytes if way in links else 0
+
+
+class Projections(nn.Module):
+    """Three matrices that save the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return sum(part(x) for part in self.parts)
+
+
+def test_a_storage_that_is_saved_often_moves_once(monkeypatch):
+    monkeypatch.setattr(saved_on_host, "IN_FLIGHT_BYTES", 1 << 20)
+    model = sharded(Projections())
+    x = torch.randn(4, 8, requires_grad=True)
+    unwall.stats(model).reset()
+    model(x * 1).sum().backward()
+    assert moved_bytes(model) == 4 * 8 * 4
+    assert moved_bytes(model, "host>device") == 0  # it was still there
+
+
+def test_host_memory_is_used_again_and_given_back():
+    model = sharded(Projections())
+    host = unwall.api.engine(model).tiers.host.ledger
+    before = host.live_bytes
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        held = host.live_bytes - before
+        assert held > 0
+    for _ in range(5):
+        model(torch.randn(4, 8)).sum().backward()
+    assert host.live_bytes - before == held
+    host.reclaim()
+    assert host.live_bytes == before
+
+
+def test_what_does_not_fit_the_host_stays():
+    model = sharded(Projections(), host_bytes=0)
+    x = torch.randn(4, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert moved_bytes(model) == 0
+    assert x.grad is not None
+
+
+def test_a_graph_that_is_kept_is_run_again():
+    model = sharded(Projections())
+    x = torch.randn(4, 8, requires_grad=True)
+    loss = model(x).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+    assert first.abs().sum() > 0
+
+
+def test_a_forward_that_is_given_up_leaves_nothing():
+    model = sharded(Projections())
+    host = unwall.api.engine(model).tiers.host.ledger
+    before = host.live_bytes
+    for _ in range(3):
+        model(torch.randn(4, 8))  # no backward
+    with pytest.raises(RuntimeError, match="stop"):
+        _raise_in(model)
+    host.reclaim()
+    assert host.live_bytes == before
+
+
+def _raise_in(model):
+    def stop(*_):
+        raise RuntimeError("stop")
+
+    handle = model.parts[2].register_forward_pre_hook(stop)
+    try:
+        model(torch.randn(4, 8))
+    finally:
+        handle.remove()
+
+
+class Squared(nn.Module):
+    """Changes in place what it has saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        y = x * self.weight
+        z = y.square()
+        y.add_(1)
+        return z
+
+
+@pytest.mark.parametrize("in_flight", [1 << 20, 64])
+def test_a_tensor_changed_while_it_moves_is_an_error(monkeypatch, in_flight):
+    monkeypatch.setattr(saved_on_host, "IN_FLIGHT_BYTES", in_flight)
+    model = sharded(Squared())
+    with pytest.raises(RuntimeError, match="modified since by an inplace operation"):
+        model(torch.randn(2, 8)).sum().backward()
+
+
+# -- what is recomputed -----------------------------------------------------------------------------------------------
+
+
+def counted(block, calls):
+    inner = block.forward
+
+    def forward(*args, **kwargs):
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    block.forward = forward
+
+
+def test_blocks_of_models():
+    names = [name for name, _ in repeated_blocks(Convolutions())]
+    assert names == ["stages.0.0", "stages.0.1", "stages.2.0", "stages.2.1"]
+    assert [name for name, _ in repeated_blocks(decoder()[0])] == ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert list(repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == []
+
+
+def test_each_block_runs_twice_and_not_in_evaluation():
+    model, calls = Convolutions(), []
+    for _, block in repeated_blocks(model):
+        counted(block, calls)
+    sharded(model, "recompute")
+    x = torch.randn(1, 3, 12, 12)
+    model(x).sum().backward()
+    assert len(calls) == 8
+    with torch.no_grad():
+        model(x)
+    assert len(calls) == 12
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_the_users_is_not_doubled(reentrant):
+    class Checkpointed(Convolutions):
+        def forward(self, x):
+            x = self.stem(x)
+            for stage in self.stages:
+                x = checkpoint(stage, x, use_reentrant=reentrant)
+            return self.head(x.mean((2, 3)))
+
+    model, calls = Checkpointed(), []
+    for _, block in repeated_blocks(model):
+        counted(block, calls)
+    sharded(model, "recompute")
+    model(torch.randn(1, 3, 12, 12)).sum().backward()
+    assert len(calls) == 8
+
+
+def test_it_says_when_there_is_nothing_to_do():
+    with pytest.warns(UserWarning, match="has no repeated blocks"):
+        sharded(nn.Linear(2, 2), "recompute")
+    model, _ = decoder()
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match="LlamaForCausalLM checkpoints already"):
+        sharded(model, "recompute")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sharded(decoder()[0], "recompute")
+
+
+def test_disk_is_refused():
+    with pytest.raises(unwall.PlanError, match="activations='disk' is not built yet"):
+        sharded(nn.Linear(2, 2), "disk", disk="/tmp")
