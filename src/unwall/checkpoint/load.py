@@ -106,7 +106,9 @@ def _read_small(
     trees = dict(manifest.ranks[0]) | (manifest.ranks[engine.ranks.rank] if same else {})
     if not same:
         trees["rng"] = None
-    missing = [name for name in tensors_in(trees) if name not in small]
+    entry = None if optimizer is None else manifest.optimizer
+    options = [] if entry is None else [*(options for _, options in entry.groups), *entry.params.values()]
+    missing = [name for name in tensors_in([trees, options]) if name not in small]
     if missing:
         raise CheckpointError(f"{files.directory}: {missing[0]} refers to a tensor that is not there: the manifest is damaged")
     decoded = {name: decode(tree, small.__getitem__) for name, tree in trees.items()}

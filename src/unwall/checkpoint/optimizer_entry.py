@@ -33,7 +33,7 @@ def check_optimizer(optimizer: object, engine: Engine) -> ShardedOptimizer | Non
             "that trains it, and the state_dict() of any other in extra"
         )
     if any(other is not engine for other in optimizer.engines()):
-        raise ValueError(f"{type(optimizer).__name__} has parameters of another model, too: build one for each model")
+        raise ValueError(f"{type(optimizer).__name__} has parameters of another model: build one for each model")
     if isinstance(optimizer, AdamW) and optimizer._early.applied:
         raise RuntimeError(
             "between backward() and step(), but update_in_backward=True has updated some groups already: call it after step()"

@@ -1,0 +1,205 @@
+"""Checkpoints that are damaged or of another model: found, and named, before anything of the model changes."""
+
+import dataclasses
+import os
+import pickle
+
+import pytest
+import torch
+from checkpoint_tools import TIERS, Setup, begin, differing, everything, step
+from ranks import rank_and_world
+from torch import nn
+
+import unwall
+from unwall.checkpoint.manifest import MANIFEST, dumps, loads
+from unwall.checkpoint.validation import read_manifest
+from unwall.plans import Plan
+
+SETUP = Setup(blocks=2)
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint, and a model with other values that must keep them."""
+    folder = tmp_path_factory.mktemp("damage")
+    model, optimizer = begin(SETUP, TIERS["host"], folder)
+    step(model, optimizer, SETUP, 0)
+    path = unwall.save(folder, model, optimizer)
+    step(model, optimizer, SETUP, 1)
+    return path, model, optimizer, everything(model, optimizer)
+
+
+@pytest.fixture
+def refused(saved):
+    """``refused(match)``: loading raises that, and changes nothing. Whatever the test damages is made good again."""
+    path, model, optimizer, before = saved
+    kept = {file.name: file.read_bytes() for file in path.iterdir()}
+
+    def check(match):
+        with pytest.raises(unwall.CheckpointError, match=match):
+            unwall.load(path, model, optimizer)
+        assert differing(before, everything(model, optimizer)) == []
+
+    yield check
+    for name, data in kept.items():
+        (path / name).unlink(missing_ok=True)
+        (path / name).write_bytes(data)
+
+
+def place_of(path, kind, name, state=None):
+    manifest = read_manifest(path)
+    found = next(t for t in manifest.tensors if (t.kind, t.name, t.state) == (kind, name, state))
+    return found.pieces[0].offset, found.nbytes(found.pieces[0])
+
+
+def rewrite(path, change):
+    """The manifest after ``change``, with a checksum that fits."""
+    manifest = loads((path / MANIFEST).read_bytes(), "")
+    (path / MANIFEST).write_bytes(dumps(change(manifest)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "state", "label"),
+    [
+        ("param", "1.linear.weight", None, "param 1.linear.weight"),
+        ("state", "0.norm.bias", "exp_avg_sq", "exp_avg_sq of 0.norm.bias"),
+        ("value", "rng.torch", None, "value rng.torch of rank 0"),
+    ],
+)
+def test_a_flipped_bit(saved, refused, kind, name, state, label):
+    path = saved[0]
+    offset, nbytes = place_of(path, kind, name, state)
+    with (path / FILE).open("r+b") as file:
+        file.seek(offset + nbytes - 1)
+        byte = file.read(1)[0]
+        file.seek(offset + nbytes - 1)
+        file.write(bytes([byte ^ 4]))
+    refused(rf"{FILE} is damaged: {label} does not have its checksum")
+
+
+def test_a_flipped_bit_in_the_header(saved, refused):
+    with (saved[0] / FILE).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\0")
+    refused(f"the header of .*{FILE}")
+
+
+@pytest.mark.parametrize("left", [0, 100, -1])
+def test_a_truncated_file(saved, refused, left):
+    path = saved[0] / FILE
+    os.truncate(path, left if left >= 0 else path.stat().st_size + left)
+    refused(rf"{FILE}, which holds .* bytes, expected \d+")
+
+
+def test_a_missing_file(saved, refused):
+    (saved[0] / FILE).unlink()
+    refused(rf"{FILE}, which holds .* cannot be read: No such file")
+
+
+def test_a_file_that_leads_elsewhere(saved, refused, tmp_path):
+    path = saved[0] / FILE
+    path.rename(tmp_path / FILE)
+    path.symlink_to(tmp_path / FILE)
+    refused(rf"{FILE}, which holds .* cannot be read")
+
+
+def test_a_flipped_bit_in_the_manifest(saved, refused):
+    path = saved[0] / MANIFEST
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    refused("manifest.json is not the manifest of an unwall checkpoint, or is damaged")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc/hostname"])
+def test_a_path_that_leads_out_of_the_checkpoint(saved, refused, name):
+    def change(manifest):
+        moved = [
+            dataclasses.replace(t, pieces=tuple(dataclasses.replace(p, file=name) for p in t.pieces)) for t in manifest.tensors
+        ]
+        return dataclasses.replace(manifest, files={name: manifest.files[FILE]}, tensors=tuple(moved))
+
+    rewrite(saved[0], change)
+    refused("which is not a file beside it")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": (64, 63)}, r"1\.linear\.weight"),
+        ({"dtype": torch.float64}, r"1\.linear\.weight"),
+        ({"dtype": torch.int32}, r"1\.linear\.weight is torch.int32 in it"),
+        ({"name": "other.weight"}, r"missing in it: 1\.linear\.weight; 1 not in the model: other\.weight"),
+        ({"pieces": ()}, r"1\.linear\.weight is not complete, 4096 of its elements"),
+    ],
+)
+def test_an_entry_that_is_wrong(saved, refused, change, message):
+    def wrong(manifest):
+        tensors = [
+            dataclasses.replace(t, **change) if (t.kind, t.name) == ("param", "1.linear.weight") else t
+            for t in manifest.tensors
+        ]
+        return dataclasses.replace(manifest, tensors=tuple(tensors))
+
+    rewrite(saved[0], wrong)
+    refused(message)
+
+
+def test_a_checkpoint_of_another_model_or_optimizer(tmp_path, saved):
+    path = saved[0]
+    other = nn.Sequential(nn.Linear(4, 4))
+    unwall.shard(other)
+    with pytest.raises(unwall.CheckpointError, match=r"is of another model: of the parameters, 2 missing in it: 0\.bias"):
+        unwall.load(path, other)
+    model, optimizer = begin(SETUP, TIERS["host"], tmp_path)
+    wrapped = unwall.wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(unwall.CheckpointError, match="has the states of AdamW, the optimizer here is wrap:SGD"):
+        unwall.load(path, model, wrapped)
+    halves = [{"params": model[0].parameters()}, {"params": [p for m in model[1:] for p in m.parameters()]}]
+    with pytest.raises(unwall.CheckpointError, match="has 1 param groups, the optimizer here 2"):
+        unwall.load(path, model, unwall.AdamW(halves))
+    assert differing(everything(*begin(SETUP, TIERS["host"], tmp_path)), everything(model, optimizer)) == []
+
+
+def test_nothing_is_unpickled(saved, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("a checkpoint was unpickled")
+
+    path, model, optimizer, _ = saved
+    monkeypatch.setattr(pickle, "load", forbidden)
+    monkeypatch.setattr(pickle, "loads", forbidden)
+    monkeypatch.setattr(pickle, "Unpickler", forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    unwall.load(path, model, optimizer)
+
+
+def load_damaged(path):
+    """Both ranks: what the load raised, and whether the model has changed."""
+    torch.manual_seed(rank_and_world()[0])
+    model = nn.Linear(64, 64)
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        unwall.load(path, model)
+        return None, None
+    except unwall.CheckpointError as error:
+        return str(error), differing(before, dict(model.state_dict()))
+
+
+def save_plain(path):
+    torch.manual_seed(3)
+    model = nn.Linear(64, 64)
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    unwall.save(path, model)
+
+
+def test_every_rank_is_told_of_damage_that_one_of_them_found(ranks, tmp_path):
+    ranks(2).run(save_plain, tmp_path)
+    file = tmp_path / "checkpoint-000001" / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for error, changed in ranks(2).run(load_damaged, tmp_path):
+        assert "rank-00001.safetensors is damaged: param" in error
+        assert changed == []

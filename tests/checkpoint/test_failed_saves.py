@@ -1,0 +1,96 @@
+"""A drive that is full, or fails, during a save: nothing is left of it, older ones stay, training goes on."""
+
+import errno
+import os
+import sys
+
+import pytest
+import torch
+from checkpoint_tools import TIERS, Setup, begin, differing, everything, run, step
+from ranks import rank_and_world
+
+import unwall
+from unwall.checkpoint import stream
+
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "tiers"))
+from tier_tools import tmpfs
+
+SETUP = Setup(blocks=4, frozen=True)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_full_drive(tmp_path, block):
+    model, optimizer = begin(SETUP, TIERS["host"], tmp_path)
+    step(model, optimizer, SETUP, 0)
+    with tmpfs(tmp_path / "small", 1 << 20) as folder:
+        unwall.save(folder, model, optimizer)
+        filler = folder / "filler"
+        free = os.statvfs(folder)
+        filler.write_bytes(bytes(free.f_bavail * free.f_frsize - (64 << 10)))
+        step(model, optimizer, SETUP, 1)
+        with pytest.raises(OSError, match=rf"\d+ bytes\) are missing.*{folder}/checkpoint-000002") as caught:
+            unwall.save(folder, model, optimizer, block=block)
+        assert caught.value.errno == errno.ENOSPC
+        assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-000001"]
+        unwall.load(folder, *begin(SETUP, TIERS["host"], tmp_path))
+        filler.unlink()
+        step(model, optimizer, SETUP, 2)
+        unwall.save(folder, model, optimizer, keep=1)
+        found, _ = run(tmp_path, "host", 3, 3, load=folder)
+        assert differing(everything(model, optimizer), found) == []
+        expected, _ = run(tmp_path, "host", 0, 3)
+        assert differing(expected, found) == []
+
+
+def test_a_drive_that_fills_up_meanwhile(tmp_path, monkeypatch):
+    """What is free is looked at before; another process may take it."""
+    model, optimizer = begin(SETUP, TIERS["disk"], tmp_path)
+    with tmpfs(tmp_path / "small", 300 << 10) as folder, monkeypatch.context() as patched:
+        patched.setattr("unwall.checkpoint.save._shortage", lambda *_: None)
+        with pytest.raises(OSError, match=r"No space left on device: .*\(\d+ bytes\) of .* are missing") as caught:
+            unwall.save(folder, model, optimizer, extra={"large": torch.zeros(400 << 10, dtype=torch.uint8)})
+        assert caught.value.filename == str(folder / "checkpoint-000001" / "rank-00000.safetensors")
+        assert list(folder.glob("checkpoint-*")) == []
+
+
+def saved_where_one_fails(path, how):
+    """Rank 1 cannot write its second checkpoint. What each rank was told, and what there is after a further step."""
+    rank, _ = rank_and_world()
+    model, optimizer = begin(SETUP, TIERS["host"], path)
+    unwall.save(path / "saved", model, optimizer, extra=1)
+    write = stream.OutStream._write
+    if rank == 1:
+        stream.OutStream._write = _failing
+    told = None
+    try:
+        handle = unwall.save(path / "saved", model, optimizer, extra=2, block=how == "block")
+        step(model, optimizer, SETUP, 0)
+        handle.wait()
+    except OSError as error:
+        told = str(error)
+        if how == "block":
+            step(model, optimizer, SETUP, 0)
+    finally:
+        stream.OutStream._write = write
+    step(model, optimizer, SETUP, 1)
+    left = sorted(found.name for found in (path / "saved").glob("checkpoint-*"))
+    unwall.save(path / "saved", model, optimizer, extra=3)
+    return told, left, everything(model, optimizer)
+
+
+def _failing(*_):
+    raise OSError(errno.EIO, "the drive is gone", "somewhere")
+
+
+@pytest.mark.parametrize("how", ["block", "beside"])
+def test_one_rank_that_cannot_write_is_everyones_error(ranks, tmp_path, how):
+    results = ranks(2).run(saved_where_one_fails, tmp_path, how)
+    for told, left, _ in results:
+        assert "the drive is gone" in told
+        assert left == ["checkpoint-000001"]
+    assert "rank 1" in results[0][0]
+    found, extra = ranks(2).run(run, tmp_path, "host", 2, 2, load=tmp_path / "saved")[0]
+    assert extra == 3
+    assert differing(results[0][2], found) == []
+    expected, _ = ranks(2).run(run, tmp_path, "host", 0, 2)[0]
+    assert differing(expected, found) == []
