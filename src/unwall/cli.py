@@ -179,7 +179,8 @@ def _console() -> Any:
 
 @contextmanager
 def _said_plainly() -> Iterator[None]:
-    """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where nothing fits."""
+    """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where the
+    answer is no (nothing fits, a checkpoint is damaged)."""
     try:
         yield
         sys.stdout.flush()
@@ -189,7 +190,8 @@ def _said_plainly() -> Iterator[None]:
     except (ValueError, RuntimeError, OSError) as error:
         options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", str(error))
         typer.echo(f"unwall: {options}", err=True)
-        raise typer.Exit(code=1 if type(error).__name__ == "DoesNotFitError" else 2) from None
+        refused = type(error).__name__ in ("DoesNotFitError", "CheckpointError")
+        raise typer.Exit(code=1 if refused else 2) from None
 
 
 @contextmanager

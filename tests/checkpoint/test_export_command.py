@@ -84,7 +84,7 @@ def test_inspect_says_what_is_there_and_verifies_it(ranks, tmp_path):
 def test_bad_arguments_are_one_line(tmp_path):
     for args in (("export", tmp_path, tmp_path / "out"), ("inspect", tmp_path / "nothing")):
         found = run(*args)
-        assert found.exit_code == 1
+        assert found.exit_code == 2
         assert "no complete checkpoint" in found.output
         assert len(found.output.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
