@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.plans import Plan, PlanError
@@ -73,8 +74,13 @@ def from_pretrained(
     """
     from unwall.checkpoint.pretrained import build_empty, initialize_missing  # transformers is imported for this alone
 
-    model = build_empty(path, auto_class, dtype, overrides)
-    keys = load_weights(model, path, strict=False)
+    ranks, error = Ranks(_process_group(mesh)), None
+    try:
+        model = build_empty(path, auto_class, dtype, overrides)
+        keys = load_weights(model, path, strict=False)
+    except Exception as found:
+        error = found
+    agree(ranks, error, f"from_pretrained({os.fspath(path)!r})")
     shard(model, plan, mesh)
     initialize_missing(model, path, keys.missing_keys, keys.unexpected_keys)
     return model

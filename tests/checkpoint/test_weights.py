@@ -11,6 +11,7 @@ from ranks import rank_and_world
 from safetensors.torch import load_file
 
 import unwall
+from unwall.checkpoint.weight_files import WeightFiles
 
 
 @pytest.fixture(scope="module")
@@ -199,3 +200,26 @@ def test_a_plain_model_and_a_torch_file_load_by_name(tmp_path):
         assert_same(model.state_dict(), net.state_dict())
     unwall.export_weights(model, tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), dict(net.state_dict()))
+
+
+def bytes_read(folder, options):
+    counted, kept = [], WeightFiles.read
+
+    def read(self, name, start, into):
+        counted.append(into.nbytes)
+        kept(self, name, start, into)
+
+    WeightFiles.read = read
+    try:
+        unwall.from_pretrained(folder, unwall.Plan(**options))
+    finally:
+        WeightFiles.read = kept
+    return sum(counted)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_byte_is_read_by_one_rank(ranks, saved, stage):
+    there = sum(value.nbytes for value in load_file(saved("mixtral") / "model.safetensors").values())
+    first, second = ranks(2).run(bytes_read, saved("mixtral"), {"stage": stage})
+    assert first + second == there
+    assert abs(first - second) < there // 4

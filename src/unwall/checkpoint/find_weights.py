@@ -21,7 +21,6 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFiles:
             "hub is fetched first, with huggingface_hub.snapshot_download(name), which returns its directory"
         )
     if path.is_dir():
-        _refuse_others(path)
         path = _main_file(path)
     return WeightFiles(_indexed(path) if path.name.endswith(".json") else read_entries(path))
 
@@ -31,6 +30,7 @@ def _main_file(folder: Path) -> Path:
     for name in (INDEXES[0], SINGLES[0]):
         if (folder / name).is_file():
             return folder / name
+    _refuse_others(folder)
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
         found = sorted(folder.glob(pattern))
         if len(found) == 1:

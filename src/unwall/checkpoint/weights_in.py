@@ -92,7 +92,7 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
     error: Exception | None = None
     try:
         matched = match_weights(model, path, strict)
-    except (OSError, ValueError, RuntimeError) as found:
+    except Exception as found:
         error = found
     agree(ranks, error, what)
     assert matched is not None
@@ -104,7 +104,7 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
                 error = _Streaming(engine, matched, advance).run()
             if error is None:
                 _fill_rest(matched, engine, advance)
-    except (OSError, ValueError, RuntimeError) as found:
+    except Exception as found:
         error = found
     finally:
         matched.files.close()
@@ -176,7 +176,7 @@ class _Streaming:
         values: list[torch.Tensor] | None = None
         try:
             values = reading.result()
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:
             self._error = self._error or error
         if self._shared(group):
             values = [self._whole(piece, None if values is None else values[at]) for at, piece in enumerate(pieces)]
@@ -186,7 +186,7 @@ class _Streaming:
             with window(self._engine.tiers, group, start, stop, write=True) as goal:
                 for piece, value in zip(pieces, values, strict=True):
                     goal.put(piece.run_start, value)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             self._error = error
         self._advance(sum(value.nbytes for value in values))
 

@@ -57,7 +57,7 @@ def specs_of(made: dict[str, Patchwork], given: dict[str, torch.dtype], dtype: t
     """What each tensor of the files is, in the order of ``made``."""
     found = {}
     for name, patchwork in made.items():
-        kinds = {given[patch.source] for patch in patchwork.patches} or {torch.float32}
+        kinds = {given[patch.source] for patch in patchwork.patches} or {given.get(name, torch.float32)}
         kind = kinds.pop() if len(kinds) == 1 else torch.float32
         found[name] = Spec(dtype if dtype is not None and kind.is_floating_point else kind, patchwork.shape)
     return found
@@ -104,7 +104,7 @@ def _write_all(
             error: Exception | None = None
             try:
                 act()
-            except (OSError, ValueError, RuntimeError) as found:
+            except Exception as found:
                 error = found
             agree(engine.ranks, error, what)
     except BaseException:
