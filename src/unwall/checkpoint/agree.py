@@ -1,6 +1,15 @@
 """Ranks that read or write files together: where one fails, all of them say so instead of waiting for it."""
 
+from unwall.runtime.engine import Engine
 from unwall.shards.collectives import Ranks
+
+
+def begin(engine: Engine) -> None:
+    """What all ranks do first, together: what was written to parameters by hand has gone to the shards."""
+    edge = getattr(engine, "edge", None)
+    if edge is not None:
+        edge()
+    engine.executor.together()
 
 
 def agree(ranks: Ranks | None, error: BaseException | None, what: str) -> None:

@@ -45,7 +45,12 @@ def export_checkpoint(
         written = OutFiles(Path(out), specs, plan_files(specs, limit), shared_by_machines=False)
         try:
             written.create()
-            with torch.no_grad(), progress("exporting weights", sum(spec.nbytes for spec in specs.values())) as advance:
+            with (
+                torch.no_grad(),
+                progress(
+                    "exporting weights", sum(tensor.nbytes(piece) for tensor in _once(tensors) for piece in tensor.pieces)
+                ) as advance,
+            ):
                 _copy(files, tensors, turned(made), written, advance)
             written.sync()
             write_card(manifest.model, written.folder, main_dtype(specs))
@@ -96,6 +101,5 @@ def _copy(
         for low in range(0, numel, STRETCH_ELEMENTS):
             values = torch.empty(min(STRETCH_ELEMENTS, numel - low), dtype=tensor.dtype)
             files.read(tensor, Part(Box.whole(tensor.shape), low, values.numel()), values)
-            values = values.to(tensor.given or tensor.dtype)
             write_range(out, matches, values, low)
             advance(values.nbytes)

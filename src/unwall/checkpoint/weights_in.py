@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from unwall.checkpoint.agree import agree
+from unwall.checkpoint.agree import agree, begin
 from unwall.checkpoint.find_weights import open_weights
 from unwall.checkpoint.inventory import Held, aliases, inventory, owner_of, plain
 from unwall.checkpoint.naming import from_files, missing_names
@@ -87,7 +87,7 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
         finish_pending(engine)  # it reads what is about to change
-        engine.executor.together()
+        begin(engine)
     what, matched = f"loading weights from {os.fspath(path)}", None
     error: Exception | None = None
     try:
@@ -108,10 +108,20 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
         error = found
     finally:
         matched.files.close()
+    if engine is not None and error is None:
+        _note_written(engine, matched)
     if error is not None:
         error.add_note("some of the model's weights were loaded before this: load again before using it")
     agree(ranks, error, what)
     return matched.keys
+
+
+def _note_written(engine: Engine, matched: Matched) -> None:
+    """What came from the meta device has values now."""
+    unwritten = getattr(engine, "unwritten", {})
+    for entry in matched.held.values():
+        if id(entry.tensor) in matched.sources:
+            unwritten.pop((id(entry.owner), entry.attribute) if entry.is_buffer else id(entry.tensor), None)
 
 
 class _Piece(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from unwall.checkpoint.agree import agree
+from unwall.checkpoint.agree import agree, begin
 from unwall.checkpoint.inventory import Held, aliases, inventory, owner_of, plain
 from unwall.checkpoint.match import Match, cut
 from unwall.checkpoint.model_card import describe_model, write_card
@@ -43,7 +43,7 @@ def export_weights(
     limit = parse_bytes(max_shard_size, "max_shard_size")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is one for weights, such as torch.bfloat16, got {dtype}")
-    engine.executor.together()
+    begin(engine)
     model = plain(model)
     held = inventory(model)
     made = to_files(model, held)
@@ -125,7 +125,7 @@ def _write_owned(engine: Engine, held: dict[str, Held], goals: dict[str, list[Ma
                 for slot, run_start, param_start, numel in pieces:
                     name = names[id(group.params[slot])]
                     assert name is not None
-                    values = view.get(run_start, numel).to("cpu").to(group.dtypes[slot])
+                    values = view.get(run_start, numel).to("cpu")
                     write_range(out, goals[name], values, param_start)
                     advance(values.nbytes)
     if engine.ranks.rank == 0:
