@@ -13,6 +13,7 @@ LAYERS = [
     "svg",
     "json_files",
     "nn",
+    "sparse",
     "native",
     "tiers",
     "plans",

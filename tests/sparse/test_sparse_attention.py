@@ -1,0 +1,182 @@
+"""Sparse attention against dense attention with the same mask: outputs and gradients."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_mask
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import unwall
+from unwall import sparse
+from unwall.sparse.patterns import mask_function
+
+PATTERNS = {
+    "window": sparse.window(40),
+    "dilated": sparse.dilated(9, 5, "bidirectional"),
+    "fixed": sparse.fixed(block=16, num_local_blocks=4),
+    "by head": sparse.fixed(block=16, num_different_global_patterns=4, different_layout_per_head=True),
+    "variable": sparse.variable(block=16, num_random_blocks=1, local_window_blocks=[2, 3], global_block_indices=[1]),
+    "bigbird": sparse.bigbird(block=16),
+    "longformer": sparse.longformer(block=16),
+}
+
+
+def inputs(tokens, heads=4, shared=2):
+    torch.manual_seed(0)
+    return [torch.randn(2, count, tokens, 16, requires_grad=True) for count in (heads, shared, shared)]
+
+
+def dense(q, k, v, pattern, causal, key_mask=None, scale=None):
+    mask = create_mask(mask_function(pattern, k.shape[2]), 1, q.shape[1], q.shape[2], k.shape[2], device="cpu")
+    if causal:
+        mask = mask & torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
+    if key_mask is not None:
+        mask = mask & key_mask[:, None, None]
+    blind = ~mask.any(-1, keepdim=True)
+    found = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask | blind, enable_gqa=True, scale=scale)
+    return found.masked_fill(blind, 0)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("tokens", "causal"), [(500, True), (128, False)])
+def test_as_dense_attention_with_the_same_mask(name, tokens, causal):
+    tensors, pattern = inputs(tokens), PATTERNS[name]
+    want, found = dense(*tensors, pattern, causal), sparse.attention(*tensors, pattern, causal=causal)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    upstream = torch.randn_like(want)
+    for one, other in zip(
+        torch.autograd.grad(found, tensors, upstream), torch.autograd.grad(want, tensors, upstream), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_and_queries_that_see_nothing():
+    tensors, pattern = inputs(200), sparse.window(10)
+    key_mask = torch.ones(2, 200, dtype=torch.bool)
+    key_mask[0, :30] = False
+    want = dense(*tensors, pattern, True, key_mask, scale=0.3)
+    found = sparse.attention(*tensors, pattern, causal=True, key_mask=key_mask, scale=0.3)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+    assert (found[0, :, :30] == 0).all()
+    for one in torch.autograd.grad(found.sum(), tensors):
+        assert torch.isfinite(one).all()
+
+
+def test_a_mask_function_of_ones_own():
+    tensors = inputs(150)
+
+    def even_heads_look_back(b, h, q, k):
+        return torch.where(h % 2 == 0, q >= k, (q - k).abs() < 4)
+
+    want = dense(*tensors, even_heads_look_back, False)
+    torch.testing.assert_close(sparse.attention(*tensors, even_heads_look_back, per_head=True), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 4, 8, 16), (2, 3, 8, 16), (2, 3, 8, 16)), "cannot share 3 heads"),
+        (((2, 4, 8, 16), (2, 4, 8, 8), (2, 4, 8, 8)), "k and v alike"),
+        (((4, 8, 16), (4, 8, 16), (4, 8, 16)), r"\[batch, heads, tokens, width\]"),
+    ],
+)
+def test_bad_shapes(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        sparse.attention(*[torch.zeros(shape) for shape in shapes], sparse.window(4))
+
+
+# -- transformers -----------------------------------------------------------------------------------------------------
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=1)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**TINY, num_key_value_heads=2, head_dim=16)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    ),
+    "bert": lambda: BertForMaskedLM(BertConfig(**TINY, hidden_dropout_prob=0, attention_probs_dropout_prob=0)),
+}
+EVERYTHING = sparse.window(10_000, "bidirectional")
+
+
+def gradients(make, pattern=None, tokens=150):
+    torch.manual_seed(0)
+    model = make()
+    if pattern is not None:
+        sparse.use(model, pattern)
+    ids = torch.arange(2 * tokens).view(2, tokens) * 7 % 64
+    padding = torch.ones(2, tokens, dtype=torch.long)
+    padding[1, 100:] = 0
+    loss = model(ids, attention_mask=padding, labels=ids.masked_fill(padding == 0, -100)).loss
+    loss.backward()
+    return loss.detach(), {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_pattern_that_allows_everything_changes_nothing(name):
+    """Causality and padding are still the model's own."""
+    want, found = gradients(MODELS[name]), gradients(MODELS[name], EVERYTHING)
+    torch.testing.assert_close(found[0], want[0], rtol=1e-5, atol=1e-6)
+    for key, grad in want[1].items():
+        torch.testing.assert_close(found[1][key], grad, rtol=1e-3, atol=1e-6, msg=key)
+
+
+def test_a_window_is_the_models_own_sliding_window():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    def make(**options):
+        return lambda: MistralForCausalLM(MistralConfig(**TINY, num_key_value_heads=1, **options))
+
+    want, found = gradients(make(sliding_window=20)), gradients(make(sliding_window=None), sparse.window(20))
+    torch.testing.assert_close(found[0], want[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_out_of_reach_does_not_count():
+    torch.manual_seed(0)
+    model = sparse.use(MODELS["llama"](), sparse.window(8)).eval()
+    ids = torch.arange(100)[None] % 64
+    other = ids.clone()
+    other[0, 40] = 63
+    with torch.no_grad():
+        changed = (model(ids).logits != model(other).logits).any(-1)[0]
+    assert changed[40]
+    assert not changed[:40].any()
+    assert not changed[40 + 2 * 7 + 1 :].any()  # two layers of seven tokens
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_sharded_model(activations):
+    torch.manual_seed(0)
+    losses = []
+    for tier in ("device", "host"):
+        torch.manual_seed(0)
+        model = sparse.use(MODELS["llama"](), sparse.bigbird(block=16))
+        small = {} if tier == "device" else {"device_bytes": "80KiB"}
+        plan = unwall.Plan(params=tier, optimizer=tier, activations=activations, compute_dtype=torch.float32, **small)
+        unwall.shard(model, plan)
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+        ids = torch.arange(200).view(2, 100) % 64
+        losses.append([])
+        for _ in range(4):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_what_cannot_be_switched():
+    with pytest.raises(ValueError, match="is no transformers model"):
+        sparse.use(torch.nn.Linear(2, 2), sparse.window(4))
+    with pytest.raises(TypeError, match="a pattern is made by"):
+        sparse.use(MODELS["llama"](), "window")
