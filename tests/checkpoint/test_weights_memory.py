@@ -10,9 +10,9 @@ from torch import nn
 
 import unwall
 
-LAYERS, WIDTH = 16, 3072
+LAYERS, WIDTH = 10, 3072
 MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4
-BUFFER_BYTES = 160 << 20
+BUFFER_BYTES = 128 << 20
 
 
 def build():
@@ -46,8 +46,9 @@ def in_and_out(folder):
 @pytest.mark.drill
 def test_nothing_is_whole_on_the_way(ranks, tmp_path):
     with torch.no_grad():
-        weights = {name: torch.randn(WIDTH, WIDTH) for name in build().state_dict()}
+        weights = {f"{layer}.weight": torch.full((WIDTH, WIDTH), 0.1 + layer) for layer in range(LAYERS)}
     save_file(weights, tmp_path / "model.safetensors")
-    for peaks in ranks(2).run(in_and_out, tmp_path, limit_s=240):
-        assert max(peaks) < BUFFER_BYTES < MODEL_BYTES // 2, [peak >> 20 for peak in peaks]
+    for sharded, loaded, exported in ranks(2).run(in_and_out, tmp_path, limit_s=240):
+        assert sharded < MODEL_BYTES // 2, "what one rank owns"  # the buffers of the disk tier are in it
+        assert max(loaded, exported) < BUFFER_BYTES < MODEL_BYTES // 2, (loaded >> 20, exported >> 20)
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > MODEL_BYTES

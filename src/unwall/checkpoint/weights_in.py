@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _IncompatibleKeys
 
 from unwall.checkpoint.agree import agree, begin
@@ -164,6 +165,7 @@ class _Streaming:
         for group in groups:
             group.generation += 1
             engine.executor.invalidate(group.index)
+            increment_version(group.params)  # a backward through the old values says so
         return self._error
 
     def _pieces(self, group: Group, start: int, stop: int) -> Iterator[_Piece]:
