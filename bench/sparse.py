@@ -64,19 +64,19 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print("| tokens | attention | blocks seen | seconds | speed-up | of the ideal | peak GiB |\n|---|---|---|---|---|---|---|")
     for tokens in parser.parse_args().tokens:
-        tensors = [
-            torch.randn(1, HEADS, tokens, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
-        ]
-        q, k, v = tensors
-        dense, peak = measured(lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True), tensors)
-        print(f"| {tokens} | dense, causal | 1.00 | {dense:.4f} | 1.00 | | {peak:.1f} |")
-        for name, pattern in PATTERNS.items():
-            found, peak = measured(lambda pattern=pattern: sparse.attention(q, k, v, pattern, causal=True), tensors)
-            share = seen_share(pattern, tokens)
-            gain = dense / found
-            print(
-                f"| {tokens} | {name} | {share:.3f} | {found:.4f} | {gain:.2f} | {gain * share:.2f} | {peak:.1f} |", flush=True
-            )
+        _rows(tokens, device)
+
+
+def _rows(tokens: int, device: str) -> None:
+    shape = (1, HEADS, tokens, WIDTH)
+    tensors = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    dense, peak = measured(lambda: functional.scaled_dot_product_attention(*tensors, is_causal=True), tensors)
+    print(f"| {tokens} | dense, causal | 1.00 | {dense:.4f} | 1.00 | | {peak:.1f} |", flush=True)
+    for name, pattern in PATTERNS.items():
+        found, peak = measured(lambda pattern=pattern: sparse.attention(*tensors, pattern, causal=True), tensors)
+        share, gain = seen_share(pattern, tokens), dense / found
+        row = f"| {tokens} | {name} | {share:.3f} | {found:.4f} | {gain:.2f} | {gain * share:.2f} | {peak:.1f} |"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -180,3 +180,21 @@ def test_what_cannot_be_switched():
         sparse.use(torch.nn.Linear(2, 2), sparse.window(4))
     with pytest.raises(TypeError, match="a pattern is made by"):
         sparse.use(MODELS["llama"](), "window")
+
+
+def test_a_block_mask_is_that_of_torch(monkeypatch):
+    """What an accelerator is given, made here a few rows at a time."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from unwall.sparse import block_mask
+
+    for name, pattern in PATTERNS.items():
+        function = mask_function(pattern, 500)
+        heads = 4 if name == "by head" else 1
+        want = create_block_mask(function, 1, heads, 500, 500, device="cpu")
+        for pairs in (1, 1 << 26):
+            monkeypatch.setattr(block_mask, "PAIRS", pairs)
+            found = block_mask.block_mask_of(function, 1, heads, 500, 500, torch.device("cpu"))
+            assert torch.equal(found.to_dense(), want.to_dense())
+            assert torch.equal(found.full_kv_num_blocks, want.full_kv_num_blocks)
+            assert found.seq_lengths == want.seq_lengths

@@ -69,7 +69,7 @@ class Shelf:
 class Leaving:
     """A tensor whose storage is being copied to the host: held until that has ended."""
 
-    __slots__ = ("done", "nbytes", "tensor", "version")
+    __slots__ = ("done", "nbytes", "stream", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -77,6 +77,8 @@ class Leaving:
         self.nbytes = nbytes
         self.done: Done = None
         """None without an accelerator: copies end before they return."""
+        self.stream: Any = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        """Whose memory it is."""
 
     def changed(self) -> bool:
         return self.tensor is not None and self.tensor._version != self.version
@@ -110,8 +112,9 @@ class Moved:
         if leaving is None:
             return
         torch.UntypedStorage._free_weak_ref(self._origin)
-        if leaving.done is None or leaving.done.query():
-            leaving.tensor = None
+        if leaving.done is not None and not leaving.done.query():
+            leaving.stream.wait_event(leaving.done)  # the memory is used again after that, not before
+        leaving.tensor = None
         self._shelf.put(self.block, self.arrived or leaving.done)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from unwall.sparse.block_mask import block_mask_of
 from unwall.sparse.blockwise import blockwise_attention, rows_of
 from unwall.sparse.patterns import MaskFunction, Pattern, mask_function
 
@@ -33,9 +34,8 @@ def attention(
     mask = combined(mask_function(pattern, max(q.shape[2], k.shape[2]), q.device), causal, key_mask)
     if q.device.type == "cpu":
         return blockwise_attention(q, k, v, rows_of(mask, batch, heads, q.shape[2], k.shape[2], q.device), scale)
-    blocks = compiled_block_mask()(
-        mask, batch if batch > 1 else None, heads if heads > 1 else None, q.shape[2], k.shape[2], device=str(q.device)
-    )
+    shape = (batch, heads, q.shape[2], k.shape[2], q.device)
+    blocks = _known_blocks(pattern, causal, *shape) if key_mask is None else block_mask_of(mask, *shape)
     found: torch.Tensor = compiled_flex()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     return found
 
@@ -62,12 +62,11 @@ def compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.cache
-def compiled_block_mask() -> Any:
-    """torch's create_block_mask, compiled: without that it would hold all pairs of tokens."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=False)
+@functools.lru_cache(maxsize=32)
+def _known_blocks(pattern: Pattern, causal: bool, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Any:
+    """Every layer and every step asks for the same."""
+    mask = combined(mask_function(pattern, max(queries, keys), device), causal, None)
+    return block_mask_of(mask, batch, heads, queries, keys, device)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, key_mask: torch.Tensor | None) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.sparse.attention import compiled_block_mask, compiled_flex
+from unwall.sparse.attention import compiled_flex
+from unwall.sparse.block_mask import block_mask_of
 from unwall.sparse.blockwise import blockwise_attention, rows_of
 from unwall.sparse.patterns import Layout, Pattern
 from unwall.sparse.patterns import mask_function as as_function
@@ -72,9 +73,7 @@ class _Sparse:
         device = torch.device(device)
         if device.type == "cpu":
             return rows_of(both, batch_size, self._heads, q_length, kv_length, device)
-        return compiled_block_mask()(
-            both, batch_size, self._heads if self._heads > 1 else None, q_length, kv_length, device=str(device)
-        )
+        return block_mask_of(both, batch_size, self._heads, q_length, kv_length, device)
 
     def attention(
         self,
