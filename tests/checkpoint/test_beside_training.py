@@ -1,6 +1,10 @@
 """Saves that go on beside training: what they hold is what there was when they began."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,3 +170,19 @@ def test_two_ranks_save_beside_training(ranks, tmp_path, tiers):
     assert path == other
     assert differing(at_save, ranks(2).run(run, tmp_path, tiers, 3, 3, load=tmp_path / "saved", stage=2)[0][0]) == []
     assert differing(after, ranks(2).run(run, tmp_path, tiers, 3, 5, load=tmp_path / "saved", stage=2)[0][0]) == []
+
+
+ENDS = """
+import sys, torch, unwall
+model = torch.nn.Linear(512, 512)
+unwall.shard(model)
+unwall.save(sys.argv[1], model, extra="last", block=False)
+"""
+
+
+def test_a_script_that_ends_with_a_save_ends_when_it_is_written(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(unwall.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], env=environment, check=True, timeout=250)
+    model = torch.nn.Linear(512, 512)
+    unwall.shard(model)
+    assert unwall.load(tmp_path, model) == "last"

@@ -77,7 +77,7 @@ class Training:
 
     def kill_after(self, lines, seconds):
         """Kills all ranks ``seconds`` after rank 0 has printed so many lines, or when it is done."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + 300
         while len(self.lines()) < lines and self.processes[0].poll() is None and time.monotonic() < until:
             time.sleep(0.002)
         time.sleep(seconds)
@@ -87,7 +87,7 @@ class Training:
 
     def end(self):
         for process in self.processes:
-            process.wait(timeout=200)
+            process.wait(timeout=600)
 
 
 def losses(training, found):

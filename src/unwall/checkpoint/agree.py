@@ -1,15 +1,16 @@
 """Ranks that read or write files together: where one fails, all of them say so instead of waiting for it."""
 
+from unwall.checkpoint.meeting import together
 from unwall.runtime.engine import Engine
 from unwall.shards.collectives import Ranks
 
 
-def begin(engine: Engine) -> None:
+def begin(engine: Engine, what: str) -> None:
     """What all ranks do first, together: what was written to parameters by hand has gone to the shards."""
     edge = getattr(engine, "edge", None)
     if edge is not None:
         edge()
-    engine.executor.together()
+    together(engine, what)
 
 
 def agree(ranks: Ranks | None, error: BaseException | None, what: str) -> None:

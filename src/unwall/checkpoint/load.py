@@ -15,7 +15,7 @@ from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.generators import write_generators
 from unwall.checkpoint.manifest import Manifest
 from unwall.checkpoint.matching import Matched, match
-from unwall.checkpoint.meeting import Meeting
+from unwall.checkpoint.meeting import Meeting, together
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
 from unwall.checkpoint.reader import CheckpointFiles
@@ -49,11 +49,11 @@ class _Prepared:
 
 def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     """See ``unwall.load``."""
-    finish_pending(engine)
-    engine.executor.together()
+    error: BaseException | None = finish_pending(engine)
+    together(engine, "load")
     meeting = Meeting(engine.ranks)
+    meeting.agree(error)
     prepared = _prepare(Path(path), engine, meeting, model, optimizer)
-    error: BaseException | None = None
     try:
         with prepared.files:
             _restore(engine, prepared)

@@ -2,11 +2,14 @@
 
 import atexit
 import datetime
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from unwall.checkpoint.errors import CheckpointError
+from unwall.runtime.engine import Engine
 from unwall.shards.collectives import Ranks
 
 TIMEOUT = datetime.timedelta(hours=1)
@@ -14,6 +17,12 @@ TIMEOUT = datetime.timedelta(hours=1)
 
 _groups: dict["dist.ProcessGroup", "dist.ProcessGroup"] = {}
 atexit.register(_groups.clear)  # see _let_go_of_groups in shards/collectives.py
+
+
+def together(engine: Engine, what: str) -> None:
+    """All ranks have come to ``what``. DivergedError, instead of a hang, where one of them has not."""
+    call: Callable[..., None] = engine.executor.together
+    call(*([what] if inspect.signature(call).parameters else []))
 
 
 class Meeting:

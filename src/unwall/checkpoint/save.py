@@ -16,7 +16,7 @@ from unwall._version import __version__
 from unwall.checkpoint.contents import Contents, Small, make_contents, take_small
 from unwall.checkpoint.directory import Claimed, claim
 from unwall.checkpoint.errors import CheckpointError
-from unwall.checkpoint.meeting import Meeting
+from unwall.checkpoint.meeting import Meeting, together
 from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
@@ -40,8 +40,12 @@ class PendingSave:
         self._keep: tuple[Any, ...] = keep  # an optimizer that went would take its states along
         self._ended = threading.Event()
         # Not a daemon: a script that ends after its last save ends when that is written.
-        self._thread = threading.Thread(target=self._run, args=(save, loans), name="unwall save", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(save, loans), name="unwall save", daemon=False)
+        try:
+            thread.start()
+        except BaseException:
+            loans.end_all()
+            raise
 
     def _run(self, save: Save, loans: Loans) -> None:
         try:
@@ -71,11 +75,15 @@ class PendingSave:
 _pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDictionary()
 
 
-def finish_pending(engine: Engine) -> None:
-    """Waits for a save of this model that goes on beside training. Raises what it failed with, unless someone was told."""
+def finish_pending(engine: Engine) -> BaseException | None:
+    """Waits for a save of this model that goes on beside training. Gives what it failed with, unless someone was told."""
     pending = _pending.pop(engine, None)
     if pending is not None:
-        pending.wait()
+        try:
+            pending.wait()
+        except BaseException as error:
+            return error
+    return None
 
 
 def save_engine(
@@ -90,9 +98,10 @@ def save_engine(
     """See ``unwall.save``."""
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
-    finish_pending(engine)
-    engine.executor.together()
+    error = finish_pending(engine)
+    together(engine, "save")
     meeting = Meeting(engine.ranks)
+    meeting.agree(error)
     save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
     if block:
         save.run()

@@ -9,12 +9,14 @@ import contextlib
 import errno
 import os
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from unwall.checkpoint.checksums import BLOCK_BYTES, crc
+from unwall.checkpoint.threads import Threads
 from unwall.native.memory import HostMemory
 from unwall.tiers.sizes import align_up, format_bytes
 
@@ -43,7 +45,7 @@ class OutStream:
         self.crcs: dict[int, list[int]] = {}
         """The checksums of each piece, by its number. See [Note: checked runs] in checksums.py."""
         self._descriptor = _create(path)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="unwall save")
+        self._threads = Threads(THREADS, "unwall save")
         self._free = [_Buffer() for _ in range(BUFFERS)]
         self._under_way: deque[tuple[_Buffer, Future[None]]] = deque()
         self._current = self._free.pop()
@@ -81,7 +83,7 @@ class OutStream:
 
     def close(self) -> None:
         """Lets go of file and buffers, whatever is written by then."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -92,7 +94,7 @@ class OutStream:
         for piece, _ in buffer.runs:
             self.crcs.setdefault(piece, []).append(0)
         places = [len(self.crcs[piece]) - 1 for piece, _ in buffer.runs]
-        self._under_way.append((buffer, self._threads.submit(self._write, buffer, start, places)))
+        self._under_way.append((buffer, self._threads.submit(partial(self._write, buffer, start, places))))
         self._start += buffer.filled
         self._current = self._free.pop() if self._free else self._take_back()
 

@@ -88,7 +88,7 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
         finish_pending(engine)  # it reads what is about to change
-        begin(engine)
+        begin(engine, "unwall.load_weights")
     what, matched = f"loading weights from {os.fspath(path)}", None
     error: Exception | None = None
     try:

@@ -43,7 +43,7 @@ def export_weights(
     limit = parse_bytes(max_shard_size, "max_shard_size")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is one for weights, such as torch.bfloat16, got {dtype}")
-    begin(engine)
+    begin(engine, "unwall.export_weights")
     model = plain(model)
     held = inventory(model)
     made = to_files(model, held)
