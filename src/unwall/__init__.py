@@ -9,6 +9,7 @@ from unwall.checkpoint.weights_out import export_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.wrap import wrap
 from unwall.plans import Plan, PlanError
+from unwall.runtime.grads import grads
 from unwall.tiers.ledger import BudgetError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "export_weights",
     "from_pretrained",
     "full_params",
+    "grads",
     "init",
     "load",
     "load_weights",

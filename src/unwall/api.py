@@ -252,7 +252,7 @@ _guarded = False
 
 
 def _guard_plain_optimizers() -> None:
-    """A plain torch optimizer over sharded parameters would silently do nothing (their ``.grad`` is None): say so."""
+    """A plain torch optimizer over sharded parameters would update placeholders, and nothing that counts: say so."""
     global _guarded
     if _guarded:
         return
@@ -263,7 +263,7 @@ def _guard_plain_optimizers() -> None:
             return
         if any(engine_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
             raise RuntimeError(
-                f"{type(optimizer).__name__} was built over a sharded model's parameters and cannot see their gradients: "
+                f"{type(optimizer).__name__} was built over a sharded model's parameters and would update placeholders: "
                 "use unwall.AdamW(model.parameters(), ...) or unwall.wrap(optimizer), after unwall.shard"
             )
 

@@ -20,6 +20,9 @@ _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class PlanError(ValueError):
     """A plan that cannot be carried out: says which field, what was expected, and what to write instead."""
 
+    lack: tuple[int, int] = (0, 0)
+    """Where a tier is too small: which one (0 the device, 1 the host, 2 the disk), and how many bytes would do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -39,7 +42,7 @@ class Plan:
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
-    """What unwall may hold on the device (activations are not counted). None: all of it."""
+    """What unwall may hold on the device (activations are not counted). None: what activations leave of it, as measured."""
     host_bytes: int | str | None = None
     """What unwall may hold in host memory. None: all of it."""
     disk_bytes: int | str | None = None
@@ -49,7 +52,10 @@ class Plan:
     compute_dtype: torch.dtype = torch.bfloat16
     """The dtype that forward and backward compute in. The master copy is always fp32."""
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are summed over the ranks. None: ``compute_dtype``."""
+    """The dtype in which gradients are kept, and summed over the ranks. None: ``compute_dtype``."""
+    reduce_op: Literal["mean", "sum"] = "mean"
+    """What becomes of the ranks' gradients: their average, or their sum (for a loss that each rank divides by the whole
+    batch)."""
     keep_fp32: Callable[[str, nn.Parameter], bool] | None = None
     """Given a parameter's name and the parameter: True to compute with it in fp32 (norms, routers)."""
 
@@ -75,6 +81,8 @@ class Plan:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"reduce_dtype is torch.bfloat16, torch.float16, torch.float32 or None, got {self.reduce_dtype!r}")
+        if self.reduce_op not in ("mean", "sum"):
+            raise PlanError(f"reduce_op is 'mean' or 'sum', got {self.reduce_op!r}")
         if self.keep_fp32 is not None and not callable(self.keep_fp32):
             raise PlanError(f"keep_fp32 is a function of a parameter's name and the parameter, got {self.keep_fp32!r}")
         for folder in self.disk if isinstance(self.disk, tuple | list) else (self.disk,) * (self.disk is not None):

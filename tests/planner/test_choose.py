@@ -37,7 +37,17 @@ def test_a_chosen_plan_is_a_plan():
     found = choose(decoder(), MACHINE)
     assert isinstance(found, Plan)
     assert type(found.to_plan()) is Plan
-    assert found.to_plan() == Plan(params="device", optimizer="device")
+    budgets = {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
+    assert found.to_plan() == Plan(params="device", optimizer="device", **budgets)
+
+
+@pytest.mark.parametrize("device_bytes", [1 << 30, 200 * MIB])
+def test_a_chosen_plan_carries_the_budgets_it_was_judged_by(device_bytes):
+    found = choose(decoder(width=512, layers=8, vocab=4096), machine(device_bytes=device_bytes), batch=2, seq=64)
+    assert sum(found.prediction.terms["device"].values()) <= device_bytes
+    assert found.prediction.peak_bytes["device"] <= found.device_bytes < device_bytes  # activations need some
+    assert found.prediction.peak_bytes["host"] <= found.host_bytes
+    assert found.passes == found.workload.passes
 
 
 def test_a_small_device_spills_to_the_host_and_a_small_host_to_disk():

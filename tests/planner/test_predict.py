@@ -147,7 +147,7 @@ def test_a_budget_is_kept_in_the_simulation():
 
 def test_no_room_for_what_is_in_use_at_once():
     found = job(Plan(params="host", optimizer="host"))
-    tight = dataclasses.replace(found, plan=Plan(params="host", optimizer="host", device_bytes="40KiB"))
+    tight = dataclasses.replace(found, plan=Plan(params="host", optimizer="host", device_bytes="4KiB"))
     with pytest.raises(BudgetError, match="are in use"):
         predict(tight, MACHINE)
 

@@ -89,6 +89,31 @@ def test_the_smallest_budgets_are_enough_for_two_ranks(ranks, stage, dtype, tmp_
     assert ranks(2).run(train_smallest, Setup(stage=stage, dtype=dtype, clip=0.5, passes=2), {}, str(tmp_path)) == [[], []]
 
 
+@pytest.mark.parametrize("placement", [{}, HOST], ids=str)
+def test_the_smallest_budgets_are_enough_for_gradients_that_stay_on_their_rank(ranks, placement, tmp_path):
+    setup = Setup(passes=3, clip=0.5, no_sync=True)
+    assert ranks(2).run(train_smallest, setup, placement, str(tmp_path)) == [[], []]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_backward_that_the_host_has_no_room_for_is_refused_before_anything_changes(dtype, tmp_path):
+    def run(second):
+        setup = Setup(dtype=dtype)
+        model, optimizer = start(setup, smallest_fields(setup, HOST, str(tmp_path)), str(tmp_path))
+        torch.manual_seed(1)
+        for _ in range(2):
+            model(torch.randn(4, 64)).float().square().mean().backward()
+            if second:
+                with pytest.raises(unwall.BudgetError, match=r"sum of several backwards.*Plan\(passes=N\) makes room"):
+                    model(torch.ones(4, 64)).float().square().mean().backward()
+            optimizer.step()
+        assert over_budget(model) == []
+        return model.state_dict()
+
+    once, twice = run(second=False), run(second=True)
+    assert all(torch.equal(once[name], twice[name]) for name in once)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_smallest_budget_is_enough_to_look_at_a_model_of_one_group(dtype, tmp_path):
     """What the optimizer's look has in memory is gone when the model's comes to the same group."""

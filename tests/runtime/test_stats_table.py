@@ -27,6 +27,7 @@ def made_up(**changed):
         "collectives": {"all_gather": CollectiveStats(1234567), "reduce_scatter": CollectiveStats(0)},
         "trace_mismatches": 2,
         "control_exchanges": 8,
+        "skipped_steps": 0,
         "steps": 4,
         "speculated": Speculated(committed=31, missed=1),
         "_engine": None,

@@ -156,6 +156,27 @@ def test_passes_add_up_in_fp32(bench, tier, dtype):
 
 @EVERYWHERE
 @DTYPES
+def test_pieces_of_a_pass_are_one_pass(bench, tier, dtype):
+    """Where room is short a part of a gradient is reduced before the rest is in: the same bits, and no more memory."""
+    gradient, given = bench.gradient(HOMES[tier], dtype), grads(1, dtype)
+    run_pass(gradient, given)
+    whole, live = looked_at(gradient), bench.live()
+    gradient.clear()
+    run_pass(gradient, {2: given[2]})
+    run_pass(gradient, {0: given[0]}, finish=False)
+    run_pass(gradient, {1: given[1]})
+    assert torch.equal(looked_at(gradient).to(dtype), whole)
+    assert gradient.present == {0, 1, 2}
+    if tier != "disk":  # there it is a sum in fp32, for which disk_bytes has room
+        assert gradient.passes == 1
+        assert gradient.read().dtype is dtype
+        assert bench.live() == live
+    run_pass(gradient, grads(2, dtype))
+    assert torch.equal(looked_at(gradient), whole.float() + laid_out(bench.group, grads(2, dtype), dtype).float())
+
+
+@EVERYWHERE
+@DTYPES
 def test_a_step_begins_anew_in_the_memory_that_is_there(bench, tier, dtype):
     """Two passes, clear, one pass, clear, two passes: each the same as in a new gradient, and nothing grows."""
     gradient = bench.gradient(HOMES[tier], dtype)
@@ -291,7 +312,7 @@ def test_what_is_not_filled_is_not_used(bench):
     with pytest.raises(RuntimeError, match=r"gradients of group layers\.0 have no flat buffer"):
         gradient.keep_local()
     own = Accumulator(bench.group, bench.tiers, torch.float32)
-    for use in (own.keep_local, own.hand_over, lambda: own.take(1, torch.ones(50))):
+    for use in (own.keep_local, own.complete, lambda: own.take(1, torch.ones(50))):
         with pytest.raises(RuntimeError, match=r"gradients of group layers\.0 have no flat buffer"):
             use()
     own.begin(None)
@@ -337,6 +358,58 @@ def test_the_average_of_each_stage(bench, stage, tier, dtype):
         assert torch.equal(looked_at(gradient), own_run(bench.group, expected))
         gradient.clear()
     assert ranks.calls == (["reduce-scatter", "all-gather"] if stage == 0 else ["reduce-scatter"]) * 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_pieces_over_ranks(bench, stage, tier, dtype):
+    gradient, given = bench.gradient(HOMES[tier], dtype, Twins(), stage), grads(1, dtype)
+    run_pass(gradient, {2: given[2]})
+    run_pass(gradient, {0: given[0], 1: given[1]})
+    assert gradient.passes == 1
+    assert torch.equal(gradient.read().to(dtype), own_run(bench.group, laid_out(bench.group, given, dtype)))
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_piece_that_brings_more_than_was_said_is_added(bench, tier):
+    """By script a rank takes part in what was recorded; another one may have sent more than that."""
+    gradient, given = bench.gradient(HOMES[tier], torch.bfloat16, Twins()), grads(1, torch.bfloat16)
+    run_pass(gradient, {0: given[0], 1: given[1]})
+    for slot in (0, 2):
+        gradient.take(slot, given[slot])
+    gradient.begin_reduce({2})
+    expected = laid_out(bench.group, given, torch.bfloat16).float()
+    expected += laid_out(bench.group, {0: given[0]}, torch.bfloat16).float()
+    assert torch.equal(looked_at(finished(gradient)).float(), own_run(bench.group, expected))
+
+
+def finished(gradient):
+    gradient.finish_reduce()
+    return gradient
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_a_reduction_that_cannot_begin_changes_nothing(bench, stage, dtype):
+    ranks = Twins()
+    gradient, given = bench.gradient(HOST, dtype, ranks, stage), grads(1, dtype)
+    for slot, grad in given.items():
+        gradient.take(slot, grad)
+    ledger, scatter = bench.tiers.device.ledger, ranks.reduce_scatter
+    before = gradient.passes, gradient.serial, set(gradient.present), set(gradient.pending), ledger.live_bytes
+    ledger.budget_bytes = ledger.live_bytes
+    with pytest.raises(BudgetError):
+        gradient.begin_reduce(gradient.pending)
+    ledger.budget_bytes = None
+    ranks.reduce_scatter = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        gradient.begin_reduce(gradient.pending)
+    ranks.reduce_scatter = scatter
+    assert before == (gradient.passes, gradient.serial, gradient.present, gradient.pending, ledger.live_bytes)
+    assert gradient.phase is Phase.IDLE
+    gradient.begin_reduce(gradient.pending)
+    assert torch.equal(finished(gradient).read(), own_run(bench.group, laid_out(bench.group, given, dtype)))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

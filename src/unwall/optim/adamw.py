@@ -10,8 +10,9 @@ from unwall.native.pool import AdamWStep
 from unwall.optim.adamw_rule import AdamWRule
 from unwall.optim.early import Ahead, EarlyUpdates, covers
 from unwall.optim.group_update import host_work, settle, stores_of
+from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
-from unwall.optim.sharded import Held, ShardedOptimizer
+from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import from_rank_0, load_whole_states, whole_states
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
@@ -28,6 +29,8 @@ class AdamW(ShardedOptimizer):
     no memory to spare, and a promise: each backward is followed by a ``step``, with the learning rate that was set before it,
     and nothing is clipped or scaled. Without it ``step`` stays the moment an update counts, and updates run ahead only where
     spare memory keeps a way back; ``speculate=False`` leaves that memory alone and updates at ``step``.
+    ``skip_nonfinite``: a step with a gradient that is inf or NaN on any rank changes nothing, its gradients are forgotten, and
+    ``unwall.stats(model).skipped_steps`` counts it. (Steps of a scaled loss are skipped anyway.)
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class AdamW(ShardedOptimizer):
         max_grad_norm: float | None = None,
         update_in_backward: bool = False,
         speculate: bool = True,
+        skip_nonfinite: bool = False,
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0:
             raise ValueError(f"lr, eps and weight_decay must not be negative, got {lr}, {eps}, {weight_decay}")
@@ -47,7 +51,10 @@ class AdamW(ShardedOptimizer):
             raise ValueError(f"betas must lie in [0, 1), got {betas}")
         if update_in_backward and max_grad_norm is not None:
             raise ValueError("update_in_backward=True cannot clip: the norm is known only when backward has ended")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
+        if update_in_backward and skip_nonfinite:
+            raise ValueError("update_in_backward=True cannot skip a step: it has updated before all gradients are known")
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, options, max_grad_norm, skip_nonfinite)
         self.rule = AdamWRule()
         self._early = EarlyUpdates(self.rule, update_in_backward, speculate)
         leftovers = Leftovers(self, self._early.shadows.free)
@@ -110,8 +117,8 @@ class AdamW(ShardedOptimizer):
     def _refuse_second_backward(self, engine: Engine, index: int) -> None:
         if (id(engine), index) in self._early.applied:
             raise RuntimeError(
-                f"a second backward or zero_grad() before step(), but update_in_backward=True has updated group "
-                f"{engine.groups[index].name} with the gradients it had: call step() after each backward, or build the "
+                f"a second backward, zero_grad() or a changed gradient before step(), but update_in_backward=True has updated "
+                f"group {engine.groups[index].name} with the gradients it had: call step() after each backward, or build the "
                 "optimizer without update_in_backward"
             )
 
@@ -126,8 +133,9 @@ class AdamW(ShardedOptimizer):
             else:
                 left.append((engine, index, slots))
         host_factor = super()._update(left, factor, inverse)
-        passes = max((engine.gradients[index].passes for engine, index, _ in held), default=0)
-        self._early.after_step(host_factor if clipped else None, passes)
+        gradients = [engine.gradients[index] for engine, index, _ in held]
+        passes = max((gradient.passes for gradient in gradients), default=0)
+        self._early.after_step(host_factor if clipped else None, passes, any(gradient.changed for gradient in gradients))
         return host_factor
 
     def _plan_step(self, held: list[Held]) -> list[list[Run]]:

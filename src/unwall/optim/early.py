@@ -65,11 +65,12 @@ class EarlyUpdates:
         self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._last: Factor | None = None
 
-    def after_step(self, factor: Factor | None, passes: int) -> None:
-        """Remembers what the step was like. ``factor``: what it clipped with, None where it did not clip."""
+    def after_step(self, factor: Factor | None, passes: int, changed: bool = False) -> None:
+        """Remembers what the step was like. ``factor``: what it clipped with, None where it did not clip. ``changed``: the
+        gradients were changed by hand, as ``torch.nn.utils.clip_grad_norm_`` does it."""
         self.applied.clear()
         self.forget()
-        self._policy.stepped(passes, clips=factor is not None)
+        self._policy.stepped(passes, clips=factor is not None, changed=changed)
         self._last = factor if passes <= 1 else None
 
     def wanted(self) -> bool:

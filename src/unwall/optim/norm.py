@@ -1,5 +1,6 @@
 """The norm of all gradients, over groups and ranks, without copying them."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -22,6 +23,30 @@ def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch
         else:
             add_measured(entry, total)
     return total
+
+
+def total_powers(pieces: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
+    """The same for another norm than that of order 2: the sum of powers or, for the maximum norm, the maximum."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for piece in pieces:
+        wide = torch.promote_types(piece.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(piece, order, dtype=wide).double().to(device)
+        total[0] = torch.maximum(total[0], norm) if math.isinf(order) else total[0] + norm.pow(order)
+        total[1] += (~norm.isfinite()).double()
+    return total
+
+
+def check_order(order: float) -> float:
+    """The order of a norm. ValueError for what is none."""
+    order = float(order)
+    if not order > 0:
+        raise ValueError(f"norm_type is a positive number or inf, got {order}")
+    return order
+
+
+def norm_of(total: torch.Tensor, order: float) -> torch.Tensor:
+    """From what the functions above give, summed over the ranks."""
+    return total[0].sqrt() if order == 2.0 else total[0] if math.isinf(order) else total[0].pow(1.0 / order)
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:

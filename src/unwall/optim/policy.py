@@ -20,11 +20,11 @@ class SpeculationPolicy:
         self._quiet_steps = 0
         self._rest_steps = 0
 
-    def stepped(self, passes: int, clips: bool) -> None:
+    def stepped(self, passes: int, clips: bool, changed: bool = False) -> None:
         """A step with the sum of ``passes`` backwards. ``clips``: it measures its gradients and may scale them; by how much is
-        said by ``scaled_by``, when it is known."""
+        said by ``scaled_by``, when it is known. ``changed``: someone has changed them between backward and step."""
         self._rest_steps = max(0, self._rest_steps - 1)
-        if passes > 1:
+        if passes > 1 or changed:
             self._quiet_steps = 0
         elif not clips:
             self._quiet_steps = CLIP_MEMORY

@@ -1,5 +1,7 @@
 """What every optimizer of a sharded model shares: finding gradients, norm, clipping, loss scale, updates group by group."""
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -9,8 +11,10 @@ from torch.autograd.graph import increment_version
 
 from unwall.native.ticket import NativeTicket
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
-from unwall.optim.norm import clip_factor, total_squares
+from unwall.optim.measure import Held, measure
+from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
+from unwall.optim.param_states import ParamStates
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
@@ -18,11 +22,12 @@ from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 from unwall.shards.group import Group
-from unwall.shards.squares import counted_part
 
 Found = tuple[Engine, Group, int]
-Held = tuple[Engine, int, set[int]]
-"""A group with gradients, and which of its parameters have one."""
+UNSCALED = (
+    "a step with fp16 gradients whose loss was not scaled: gradients below 6e-8 are zero. Write "
+    "optimizer.scale(loss).backward(), or use torch.amp.GradScaler, or Plan(compute_dtype=torch.bfloat16), which needs no scale"
+)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -37,13 +42,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
     grad_norm: torch.Tensor | None
     """Norm of all gradients before clipping, of the last step that measured it."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None, skip_nonfinite: bool = False
+    ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None, got {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
+        self.skip_nonfinite = skip_nonfinite
         self.grad_norm = None
         self.scaler = LossScaler()
-        self._clip: float | None = None
+        self._clip: torch.Tensor | None = None
+        """What ``clip_grad_norm_`` has put off until the step: the factor."""
+        self._warned = False
         super().__init__(params, defaults)
         self.own = own_states(self)
         """The rule's states of each group."""
@@ -63,11 +73,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "first, then build the optimizer from model.parameters()"
                 )
         super().add_param_group(param_group)
+        for engine in self.engines():
+            if not any(looker() == self._clip_now for looker in engine.lookers):
+                engine.lookers.append(weakref.WeakMethod(self._clip_now))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Forgets the gradients of this optimizer's parameters."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of this optimizer's parameters. Without ``set_to_none`` they are zeros, and a step counts them:
+        weight decay and momentum act on parameters that get no gradient until then, as in torch."""
         for engine, index, slots in self._held():
             engine.discard_gradients(index, slots)
+        engines = self.engines()
+        for engine in engines:
+            mine = self._params() if len(engines) == 1 else [p for p in self._params() if engine_of(p) is engine]
+            engine.shown.clear(mine, set_to_none)
         self._clip = None
 
     @torch.no_grad()
@@ -77,21 +95,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for engine in self.engines():
-            engine.flush()
-        held = list(self._held())
+        held = self._complete()
         for engine, index, _ in held:
             engine.gradients[index].check()  # before anything is updated
-        inverse = self._inverse()
-        clip = self._clip if self._clip is not None else self.max_grad_norm
-        factor: torch.Tensor | None = None
-        if clip is not None or inverse != 1.0:
-            total = self._measure(held)
-            if inverse != 1.0 and self._overflowed(total):
-                self.zero_grad()
+        inverse, factor = self._inverse(), self._clip
+        measures = factor is None and self.max_grad_norm is not None
+        if measures or inverse != 1.0 or self.skip_nonfinite:
+            total = measure(self.engines(), held, 2.0)
+            if (inverse != 1.0 or self.skip_nonfinite) and self._overflowed(total, inverse):
+                self._skip()
                 return loss
-            if clip is not None:
-                factor = clip_factor(self._norm_of(total), clip)
+            if measures:
+                assert self.max_grad_norm is not None
+                factor = clip_factor(self._norm(total, 2.0), self.max_grad_norm)
+        elif not self._warned and any(engine.groups[index].layout.dtype is torch.float16 for engine, index, _ in held):
+            self._warned = True
+            warnings.warn(UNSCALED, stacklevel=4)
         if held:
             self._update(held, factor, inverse)
         else:
@@ -113,12 +132,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.loss_scale = self.scaler.scale
         return loss * self.scaler.scale
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clips this step's gradients to ``max_norm`` over all ranks (done inside ``step``) and returns their norm."""
-        for engine in self.engines():
-            engine.flush()
-        self._clip = float(max_norm)
-        return self._norm_of(self._measure(list(self._held())))
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clips this step's gradients to ``max_norm`` over all ranks and returns their norm. ``norm_type``: its order, any
+        positive number or inf. The gradients are multiplied inside ``step``, or before someone looks at them."""
+        order = check_order(norm_type)
+        self._clip_now()
+        norm = self._norm(measure(self.engines(), self._complete(), order), order)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {order} of the gradients is not finite ({float(norm)}): it cannot be clipped to"
+            )
+        self._clip = clip_factor(norm, float(max_norm))
+        return norm
+
+    def states(self, param: nn.Parameter) -> ParamStates:
+        """This optimizer's states of one parameter, and its master, by name: to read and to set. See ``ParamStates``."""
+        return ParamStates(self, param)
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
@@ -184,6 +213,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for param in {engine.groups[index].params[slot] for engine, index, slots in held for slot in slots}:
             self.state[param]["step"] = self.state[param].get("step", 0) + 1
 
+    def _tensor_names(self, param: nn.Parameter) -> list[str]:
+        """The states that have an element for each of a parameter's."""
+        return list(dict.fromkeys(spec.name for _, group, _ in self.places(param) for spec in self.rule.specs(group)))
+
+    def _numbers_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """What else is kept of a parameter."""
+        return {"step": self.state.get(param, {}).get("step", 0)}
+
+    def _set_number(self, param: nn.Parameter, name: str, value: Any) -> None:
+        self.state[param][name] = int(value)
+
     def _nothing_to_update(self) -> None:
         """A step without gradients."""
 
@@ -192,10 +232,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
         return list(found.values())
 
-    def places(self, param: nn.Parameter) -> list[Found]:
-        """Where a parameter lies: one slot of one group or, cut into ranges, several."""
+    @staticmethod
+    def _engine_of(param: nn.Parameter) -> Engine:
         engine = engine_of(param)
         assert engine is not None
+        return engine
+
+    def places(self, param: nn.Parameter) -> list[Found]:
+        """Where a parameter lies: one slot of one group or, cut into ranges, several."""
+        engine = self._engine_of(param)
         return [(engine, engine.groups[place.group], place.slot) for place in engine.places[id(param)]]
 
     def _params(self) -> Iterator[nn.Parameter]:
@@ -213,48 +258,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for (_, index), (engine, slots) in sorted(mine.items(), key=lambda item: item[0][1]):
             yield engine, index, slots
 
-    def _measure(self, held: list[Held]) -> torch.Tensor:
-        """``[sum of squares, not finite]`` of all gradients over all ranks, the loss scale still in."""
-        total = None
+    def _complete(self) -> list[Held]:
+        """What there is to update: everything is reduced, and what the user left in ``.grad`` counts."""
         for engine in self.engines():
-            part = total_squares(_pieces(engine, held), engine.device.device)
-            part = engine.executor.agreement.sum(part)
-            total = part if total is None else total + part.to(total.device)
-        assert total is not None
-        return total
+            engine.flush()
+            engine.shown.settle()
+        return list(self._held())
 
-    def _norm_of(self, total: torch.Tensor) -> torch.Tensor:
-        self.grad_norm = (total[0].sqrt() * self._inverse()).float()
+    @torch.no_grad()
+    def _clip_now(self, *_: Any) -> None:
+        """Someone looks at gradients, or changes them: what was put off until the step is done now."""
+        factor, self._clip = self._clip, None
+        if factor is None or float(factor) == 1.0:
+            return
+        for engine, index, slots in self._held():
+            if not engine.gradients[index].held:
+                continue
+            run = engine.gradients[index].change()
+            for segment in engine.groups[index].owned_segments():
+                if segment.slot in slots:
+                    run[segment.shard_start : segment.shard_start + segment.numel].mul_(factor.to(run.device))
+
+    def _norm(self, total: torch.Tensor, order: float) -> torch.Tensor:
+        self.grad_norm = (norm_of(total, order) * self._inverse()).float()
         return self.grad_norm
+
+    def _skip(self) -> None:
+        """Forgets gradients that are not finite."""
+        self.zero_grad()
+        for engine in self.engines():
+            engine.skipped += 1
 
     def _inverse(self) -> float:
         """What gradients are multiplied with to take the loss scale out again (whichever optimizer scaled the loss)."""
         return 1.0 / max((engine.loss_scale for engine in self.engines()), default=1.0)
 
-    def _overflowed(self, total: torch.Tensor) -> bool:
+    def _overflowed(self, total: torch.Tensor, inverse: float) -> bool:
         overflow = bool(total[1].item() > 0)
-        self.scaler.update(overflow)
+        if inverse != 1.0:
+            self.scaler.update(overflow)
         return overflow
-
-
-def _pieces(engine: Engine, held: list[Held]) -> Iterator[torch.Tensor]:
-    """This rank's part of each gradient: every element of the model is counted on exactly one rank."""
-    for owner, index, slots in held:
-        gradient = engine.gradients[index]
-        if owner is not engine:
-            continue
-        gradient.check()
-        if not gradient.held:
-            continue
-        mine = slots == gradient.present  # and not also parameters of another optimizer
-        if mine and gradient.square_sum is not None:
-            yield gradient.square_sum  # measured on its way to the host
-            continue
-        group = engine.groups[index]
-        part = counted_part(gradient.read(), group, engine.ranks.rank)
-        if mine:
-            yield part
-            continue
-        for segment in group.layout.segments(engine.ranks.rank):
-            if segment.slot in slots:
-                yield part[segment.shard_start : segment.shard_start + segment.numel]

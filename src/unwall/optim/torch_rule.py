@@ -145,14 +145,19 @@ class TorchRule:
     ) -> list[NativeTicket]:
         if out is not None:
             raise ValueError("a torch optimizer updates in place only")
-        return [PythonJob(lambda: _update(spans, scale, None), after)]
+        # A chunk from disk (it comes after its reads) is tried again where it failed. What of it is in memory must then be as
+        # it was, so the step works on copies: an optimizer that raises may have written to half of its tensors.
+        return [PythonJob(lambda: _update(spans, scale, None, on_copies=bool(after)), after)]
 
 
-def _update(spans: Sequence[Span], scale: float, factor: torch.Tensor | None) -> None:
+def _update(spans: Sequence[Span], scale: float, factor: torch.Tensor | None, on_copies: bool = False) -> None:
+    """``on_copies``: where the optimizer raises nothing is changed (of spans that are one batch, as chunks are)."""
     for batch in _batches(spans):
-        pieces = [_piece(span, scale, factor) for span in batch]
+        pieces = [_piece(_copy(span) if on_copies else span, scale, factor) for span in batch]
         take_step(pieces)
         for span, piece in zip(batch, pieces, strict=True):
+            if on_copies and span.remainder is None:
+                (span.param if span.master is None else span.master).copy_(piece.values)
             for name, tensor in span.states.items():
                 value = piece.state.get(name)
                 if value is not None and value is not tensor:
@@ -161,6 +166,16 @@ def _update(spans: Sequence[Span], scale: float, factor: torch.Tensor | None) ->
                 split_into(span.param, span.remainder, piece.values, shared_pool())
             elif span.master is not None:
                 span.param.copy_(span.master)
+
+
+def _copy(span: Span) -> Span:
+    """The same without the memory that an inner optimizer would write to. A split master is joined into a copy anyway."""
+    states = {name: tensor.clone() for name, tensor in span.states.items()}
+    if span.remainder is not None:
+        return Span(span.param, span.grad, states, span.numbers, span.remainder)
+    if span.master is not None:
+        return Span(span.param, span.grad, states, span.numbers, master=span.master.clone())
+    return Span(span.param.clone(), span.grad, states, span.numbers)
 
 
 def _piece(span: Span, scale: float, factor: torch.Tensor | None) -> InnerPiece:

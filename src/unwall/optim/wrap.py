@@ -9,8 +9,9 @@ from torch import nn
 
 from unwall.optim.elementwise import rounded_to, try_out
 from unwall.optim.fit import make_room
+from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
-from unwall.optim.sharded import Held, ShardedOptimizer
+from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import from_rank_0, load_whole_states, put_whole_state, whole_states
 from unwall.optim.torch_rule import NO_PAST, InnerStep, Past, TorchRule, bare, past_of, probe, take_step
 from unwall.shards.states import StateSpec, moment_dtype
@@ -22,9 +23,10 @@ class Wrapped(ShardedOptimizer):
 
     rule: TorchRule
 
-    def __init__(self, inner: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, max_grad_norm: float | None, skip_nonfinite: bool = False) -> None:
         self.inner = inner
-        super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults), max_grad_norm)
+        groups = [dict(group) for group in inner.param_groups]
+        super().__init__(groups, dict(inner.defaults), max_grad_norm, skip_nonfinite)
         self.rule = TorchRule()
         self._begin: dict[nn.Parameter, Past] = {}
         """Before the first step."""
@@ -128,6 +130,21 @@ class Wrapped(ShardedOptimizer):
         self._past.update(pasts)
         self._count_params(held)
 
+    def _tensor_names(self, param: nn.Parameter) -> list[str]:
+        return list(self.rule.kept[id(param)])
+
+    def _numbers_of(self, param: nn.Parameter) -> dict[str, Any]:
+        return {**super()._numbers_of(param), **self._past[param].scalars}
+
+    def _set_number(self, param: nn.Parameter, name: str, value: Any) -> None:
+        past = self._past[param]
+        if name in past.scalars:
+            kept = past.scalars[name]
+            new = torch.as_tensor(value).to(kept) if isinstance(kept, torch.Tensor) else value
+            self._past[param] = Past({**past.scalars, name: new}, past.stored)
+        if name == "step":
+            super()._set_number(param, name, value)
+
     # -- states -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,20 +194,21 @@ class Wrapped(ShardedOptimizer):
             self._make_room()
 
 
-def wrap(optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> Wrapped:
+def wrap(optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None, skip_nonfinite: bool = False) -> Wrapped:
     """Makes any element-wise ``torch.optim`` optimizer work on a sharded model::
 
         unwall.shard(model)
         optimizer = unwall.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), max_grad_norm=1.0)
 
-    Its states live where the plan puts optimizer states: device, host or disk. ValueError for an optimizer whose update is not
-    element-wise (it looks at shapes or whole tensors), PlanError where its states take more than a budget holds.
+    Its states live where the plan puts optimizer states: device, host or disk. ``skip_nonfinite``: as for ``AdamW``. ValueError
+    for an optimizer whose update is not element-wise (it looks at shapes or whole tensors), PlanError where its states take
+    more than a budget holds.
     """
     if isinstance(optimizer, ShardedOptimizer):
         raise ValueError(f"{type(optimizer).__name__} works on sharded models already: use it as it is")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"wrap takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return Wrapped(optimizer, max_grad_norm)
+    return Wrapped(optimizer, max_grad_norm, skip_nonfinite)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The plans worth looking at, and what each would need. Pure decisions over a machine and a batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,15 +132,30 @@ def candidates(
 
 
 def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> tuple[Job, Terms]:
-    """The candidate on the model. It need not fit: see :func:`shortage`."""
-    spare = device_room(candidate, outline, allowance)
-    fields = dict(candidate.fields)
-    if candidate.budgeted or allowance.device_budget_bytes is not None:
-        fields["device_bytes"] = readable_bytes(max(1, spare))
+    """The candidate on the model, with the budgets that it is judged by. It need not fit: see :func:`shortage`."""
+    job, terms = _build(candidate, outline, ranks, allowance, dtype, readable_bytes)
+    device = sum(terms["device"].values()) - terms["device"].get(ACTIVATIONS, 0)
+    missed = device > (job.plan.budget_device_bytes or 0) or sum(terms["host"].values()) > (job.plan.budget_host_bytes or 0)
+    if missed and shortage(terms, allowance) is None:  # by the rounding alone
+        return _build(candidate, outline, ranks, allowance, dtype, int)
+    return job, terms
+
+
+def _build(
+    candidate: Candidate,
+    outline: Outline,
+    ranks: int,
+    allowance: Allowance,
+    dtype: torch.dtype,
+    rounded: Callable[[int], int],
+) -> tuple[Job, Terms]:
+    """``rounded``: what budgets are written as."""
+    spare, load = device_room(candidate, outline, allowance), candidate.workload
+    fields = {**candidate.fields, "device_bytes": rounded(max(1, spare)), "host_bytes": rounded(allowance.host_bytes)}
     if "disk" in fields:
-        fields["host_bytes"] = readable_bytes(host_room(candidate, outline, allowance))
-    plan = Plan(compute_dtype=dtype, activations=candidate.workload.activations, **fields)
-    job = make_job(outline, plan, ranks, candidate.workload, spare, host_room(candidate, outline, allowance))
+        fields["disk_bytes"] = rounded(allowance.disk_bytes)
+    plan = Plan(compute_dtype=dtype, activations=load.activations, passes=load.passes, **fields)
+    job = make_job(outline, plan, ranks, load, spare, host_room(candidate, outline, allowance))
     return job, terms_of(job)
 
 

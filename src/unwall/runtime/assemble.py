@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from unwall.plans import Plan
+from unwall.runtime.card import probe_of
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import install
-from unwall.shards.build import Room, choose_homes, make_groups, plan_groups, sizes_of
+from unwall.schedule.limit import Limit
+from unwall.shards.arrange import arrange
+from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
 from unwall.shards.grouping import Cuts, uncut
-from unwall.shards.placement import Home, Sizes
+from unwall.shards.placement import Home, Sizes, least_device_bytes
 from unwall.tiers.tiers import Tiers
 
 
@@ -30,10 +33,13 @@ def assemble(
     ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
     where there is none yet. ``cuts`` says which parameters lie in several slots.
     """
-    planned = plan_groups(model, plan, ranks.size, cuts)
-    homes = choose_homes(planned, plan, ranks.size, room)
-    tiers = make_tiers(sizes_of(planned, plan, ranks.size), homes)
+    planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
+    tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
+    probe = probe_of(tiers.device.device)
+    if plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in groups):
+        live = tiers.device.ledger
+        engine.executor.keep_within(Limit(probe, lambda: live.live_bytes, least_device_bytes(sizes, homes)))
     install(engine, model)
     return engine

@@ -1,11 +1,11 @@
 """Autograd's progress through a sharded model: which groups backward reads, which gradients are still to come.
 
 [Note: pins]
-Forward: a group is pinned while a call that reads it is on the stack. Backward: from the moment the gradient of such a call's
-output is known until every gradient that is awaited from the group has arrived and, for frozen parameters, the call's input
-gradients are out. A node that reads a parameter also produces that parameter's gradient, so "all gradients in" means "read no
-more". What cannot be followed (an output in an unknown wrapper, a gradient that never comes) stays pinned to the end of the
-pass: memory, never a wrong value.
+Forward: a group is pinned while a call that reads it is on the stack. Backward: softly ([Note: two kinds of pins] in
+schedule/pins.py), from the moment the gradient of such a call's output is known until every gradient that is awaited from the
+group has arrived and, for frozen parameters, the call's input gradients are out. A node that reads a parameter also produces
+that parameter's gradient, so "all gradients in" means "read no more". What cannot be followed (an output in an unknown wrapper,
+a gradient that never comes) stays pinned to the end of the pass: memory, never a wrong value.
 """
 
 import weakref
@@ -20,7 +20,7 @@ from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.shards.local import local_gradient
-from unwall.tiers.ledger import BudgetError
+from unwall.tiers.ledger import BudgetError, Ledger
 
 
 class Arrived:
@@ -39,14 +39,16 @@ class Arrived:
 class Backward:
     """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
 
-    ``arriving`` is told of each group before a gradient of it is taken, and may refuse it. ``hand_out`` is called where whoever
-    uses reduced gradients may be told of them.
+    ``take`` takes what autograd brought out of a parameter's ``.grad``. ``arriving`` is told of each group before a gradient of
+    it is kept, and may refuse it. ``hand_out`` is called where whoever uses reduced gradients may be told of them.
     """
 
     def __init__(
         self,
         executor: Executor[Group, Gradient],
         places: Places,
+        take: Callable[[nn.Parameter], torch.Tensor | None],
+        host: Ledger,
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
     ) -> None:
@@ -55,12 +57,16 @@ class Backward:
         self._executor = executor
         self._gradients = executor.gradients
         self._places = places
+        self._take_grad = take
+        self._host = host
         self._arriving = arriving
         self._hand_out = hand_out
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
         self._open_calls = [0] * len(executor.groups)
-        self._pins: set[int] = set()
         self._tasks: set[int] = set()
+        self._reads: dict[int, tuple[int, set[int]]] = {}
+        """By graph task: the node that reads now, or read last, by its number, and the groups it was given tensors of."""
+        executor.pins.being_read = self._being_read
         self._hooked: set[int] = set()
         self._on_gradient = Arrived(self)
 
@@ -79,6 +85,11 @@ class Backward:
         if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
             self.take_gradients_of(param)
 
+    @property
+    def running(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return bool(self._tasks)
+
     def expects(self, index: int) -> bool:
         """Whether gradients of a group may come."""
         return bool(self._awaiting[index])
@@ -87,7 +98,7 @@ class Backward:
         """A pass begins: nothing is left of the last one."""
         if self._tasks:  # the last backward ended with an exception
             self._end()
-        self._pins.clear()
+        self._executor.pins.clear_soft()
         self._open_calls = [0] * len(self._open_calls)
 
     # -- what backward reads ------------------------------------------------------------------------------------------
@@ -117,29 +128,38 @@ class Backward:
 
     def reading(self, index: int) -> None:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            number = _node_number()
+            if task not in self._reads or self._reads[task][0] != number:
+                self._reads[task] = number, set()
+            self._reads[task][1].add(index)
         if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
             self.pin(index)
-            if torch._C._current_graph_task_id() != -1:
+            if task != -1:
                 self._note_task()
 
     def pin(self, index: int) -> None:
-        """A group stays resident until its gradients are in, or to the end of the pass."""
-        if index in self._pins:
-            self._executor.trace.record(index)
-            return
-        self._executor.use(index)
-        self._pins.add(index)
+        """A group stays resident until its gradients are in, or to the end of the pass, for as long as there is room."""
+        self._executor.pin(index)
+
+    def _being_read(self) -> set[int]:
+        """Groups that a node at work was given tensors of: the one that runs now, and those around a backward in a backward."""
+        task, found = torch._C._current_graph_task_id(), set[int]()
+        for reader, (number, groups) in self._reads.items():
+            if reader != task or number == _node_number():
+                found |= groups
+        return found
 
     def _unpin_if_done(self, index: int) -> None:
-        if index in self._pins and not self._awaiting[index] and self._open_calls[index] == 0:
-            self._pins.discard(index)
-            self._executor.release(index)
+        if not self._awaiting[index] and self._open_calls[index] == 0:
+            self._executor.pins.give_up(index)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def arrived(self, param: nn.Parameter) -> None:
         """Autograd has finished a parameter's gradient."""
-        grad, param.grad = param.grad, None
+        grad = self._take_grad(param)
         if grad is None:
             return
         self._note_task()
@@ -154,9 +174,11 @@ class Backward:
 
     def _take(self, place: Place, grad: torch.Tensor) -> None:
         index, slot = place
-        self._make_room(self._gradients[index])
+        gradient = self._gradients[index]
+        self._executor.make_room_before(gradient.flat_bytes, keep=index)
+        self._executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
         with torch.no_grad():
-            self._gradients[index].take(slot, grad)
+            gradient.take(slot, grad)
         awaited = self._awaiting[index]
         was_last = awaited == {slot}
         awaited.discard(slot)
@@ -165,26 +187,13 @@ class Backward:
                 self._executor.reduce(index)
             self._unpin_if_done(index)
 
-    def _make_room(self, gradient: Gradient) -> None:
-        label = f"gradients of {gradient.group.name}"
-        try:
-            self._executor.make_room(gradient.flat_bytes, label)
-        except BudgetError:
-            if self.sync:
-                raise
-            # no_sync keeps whole gradients on every rank. Where they do not fit, sum them early: slower, the same result.
-            for index, local in enumerate(self._gradients):
-                if local.pending:
-                    self._executor.reduce(index)
-            self._executor.finish_reduces()
-            self._executor.make_room(gradient.flat_bytes, label)
-
     def _keep_local(self, index: int) -> None:
+        """``no_sync`` keeps whole gradients on every rank. Where they do not fit they are summed early: the same result."""
         gradient = self._gradients[index]
-        try:
-            self._executor.make_room(gradient.local_bytes, f"gradients of {gradient.group.name}")
+        if self._executor.has_room(gradient.local_bytes):
+            self._executor.make_room(gradient.local_bytes, f"gradients of {gradient.group.name}", keep=index)
             gradient.keep_local()
-        except BudgetError:
+        else:
             self._executor.reduce(index)
 
     # -- its end ------------------------------------------------------------------------------------------------------
@@ -192,12 +201,32 @@ class Backward:
     def _note_task(self) -> int:
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:
+            if not self._tasks:
+                self._check_sums()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
         return task
 
+    def _check_sums(self) -> None:
+        """A backward begins that adds to what is held. BudgetError, before anything is changed, where the host has no room."""
+        if self._host.budget_bytes is None or not any(gradient.present for gradient in self._gradients):
+            return
+        again = not any(self._awaiting)  # a graph of an earlier pass: nobody has said what will come
+        pairs = zip(self._gradients, self._awaiting, strict=True)
+        needed = sum(gradient.sum_bytes(gradient.present if again else awaited) for gradient, awaited in pairs)
+        for try_again in (True, False):
+            free = self._host.free_bytes
+            if free is None or needed <= free:
+                return
+            if not try_again or not self._host.reclaim():
+                break
+        live, budget = self._host.live_bytes, self._host.budget_bytes
+        advice = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
+        raise BudgetError("host", needed, live, budget, "the sum of several backwards, in fp32,", advice)
+
     def _task_done(self, task: int) -> None:
         self._tasks.discard(task)
+        self._reads.pop(task, None)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self._end()
             self._executor.end_backward(self.sync)
@@ -206,9 +235,8 @@ class Backward:
     def _end(self) -> None:
         self._executor.lane.leave()
         self._tasks.clear()
-        for index in sorted(self._pins):
-            self._executor.release(index)
-        self._pins.clear()
+        self._reads.clear()
+        self._executor.pins.clear_soft()
         for index, gradient in enumerate(self._gradients):
             self._awaiting[index].clear()
             self._open_calls[index] = 0
@@ -216,3 +244,10 @@ class Backward:
                 self._executor.reduce(index)
             elif gradient.arrived:
                 self._keep_local(index)
+        self._executor.end_pieces()
+
+
+def _node_number() -> int:
+    """Tells the autograd node that runs from those before it, without holding on to it."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else int(node._sequence_nr())

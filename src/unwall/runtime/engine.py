@@ -14,6 +14,7 @@ from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
+from unwall.runtime.shown import Shown
 from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
@@ -49,7 +50,11 @@ class Engine:
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
-        self.backward = Backward(self.executor, self.places, lambda index: self._tell(self.guards, index), self._hand_out)
+        self.shown = Shown(self)
+        """What ``.grad`` of each parameter shows."""
+        self.backward = Backward(
+            self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out
+        )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning)
         self.version = 0
         """Counts changes of the parameters' values."""
@@ -65,7 +70,11 @@ class Engine:
         self.listeners: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told of each gradient that is reduced and on its way to its place, during backward."""
         self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told of each gradient that arrives. They may refuse it."""
+        """Told of each gradient that arrives, or is changed by hand. They may refuse it."""
+        self.lookers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
+        """Told before someone looks at gradients or changes them: they do what they had put off until the step."""
+        self.skipped = 0
+        """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
         self.failures = FailureDomain()
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
@@ -83,6 +92,18 @@ class Engine:
             if method is not None:
                 methods.append(weakref.WeakMethod(method))
 
+    def together(self, what: str) -> None:  # noqa: ARG002 (named where ranks are told apart)
+        """Something that all ranks must call at once: ``what`` it is. DivergedError, not a hang, when one of them does not."""
+        self.executor.together()
+
+    def looked_at(self) -> None:
+        """Someone is about to look at gradients, or to change them."""
+        self._tell(self.lookers, 0)
+
+    def refuse_if_used(self, index: int) -> None:
+        """A group's gradient is about to be changed. Raises where an update has used it already."""
+        self._tell(self.guards, index)
+
     def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:
         for method in methods:
             call = method()
@@ -93,6 +114,8 @@ class Engine:
         """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
         for index in self.executor.take_reduced():
             self._tell(self.listeners, index)
+        if not self.backward.running:
+            self.shown.show()
 
     def free_discarded(self) -> None:
         """Frees what optimizers that are gone have left here. Called where waiting and locking is allowed."""
@@ -129,17 +152,21 @@ class Engine:
         for group in self.groups:
             group.pending.settle()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 (torch's signature)
-        """Forgets every gradient of the model."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets every gradient of the model. Without ``set_to_none`` they are zeros, and a step counts them."""
         for index in range(len(self.groups)):
-            self._tell(self.guards, index)
+            self.refuse_if_used(index)
         for gradient in self.gradients:
             gradient.clear()
         self.loss_scale = 1.0
+        self.shown.hide_all()
+        self.shown.clear((param for group in self.groups for param in group.params), set_to_none)
 
     def discard_gradients(self, index: int, slots: set[int]) -> None:
         """Forgets the gradients of some of a group's parameters."""
         gradient = self.gradients[index]
+        params = self.groups[index].params
+        self.shown.hide(self.places.get(id(params[slot])) for slot in slots)
         with suppress(DiskError):  # it is not wanted any more
             gradient.finish_reduce()
         gradient.present -= slots

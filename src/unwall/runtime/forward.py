@@ -117,8 +117,7 @@ class Forward:
         self._backward.restart()
         self._executor.agreement.begin_pass(torch.is_grad_enabled())
         self._beginning()
-        self._executor.unpin_all()
-        self._executor.trace.begin(torch.is_grad_enabled())
+        self._executor.begin_pass(torch.is_grad_enabled())
 
     def _read(self, frame: Frame, index: int) -> None:
         self._executor.use(index)

@@ -131,7 +131,7 @@ def install(engine: Engine, model: nn.Module) -> None:
         _follow_calls(engine, module, unit, _casts(engine, module, unit, root=module is model))
         if not unit:
             _watch_lookups(engine, module)
-    # torch's own would set .grad, which is always None here.
+    # torch's own would set .grad only, and gradients that are on their way would still come.
     model.__dict__["zero_grad"] = engine.zero_grad
     _save_and_load_whole(engine, model)
     for module in model.modules():

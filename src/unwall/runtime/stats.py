@@ -39,6 +39,8 @@ class Stats:
     """Passes that used the groups in another order than the pass before."""
     steps: int
     """Optimizer steps."""
+    skipped_steps: int
+    """Those that changed nothing because gradients were not finite. They are not counted among the steps."""
     speculated: Speculated
     """Groups that were updated ahead of their step, and how that ended."""
     _engine: Engine
@@ -66,7 +68,7 @@ class Stats:
             ledger.reset_peak()
         for meter in _meters(self._engine):
             meter.reset()
-        self._engine.steps = 0
+        self._engine.steps = self._engine.skipped = 0
 
 
 def _meters(engine: Engine) -> list[LinkMeter]:
@@ -91,6 +93,7 @@ def read_stats(engine: Engine) -> Stats:
         control_exchanges=engine.ranks.control.exchanges,
         trace_mismatches=executor.trace.mismatches,
         steps=engine.steps,
+        skipped_steps=engine.skipped,
         speculated=replace(engine.speculation),
         _engine=engine,
     )

@@ -153,6 +153,11 @@ class Agreement:
         if self._ranks.size > 1:
             self._meet(WHOLE, (), steady=False)
 
+    @property
+    def settled(self) -> bool:
+        """No rank keeps gradients that were not reduced. The same answer on every rank."""
+        return self._settled
+
     # -- by script ----------------------------------------------------------------------------------------------------
 
     def _following(self) -> Follow | None:

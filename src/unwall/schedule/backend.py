@@ -76,6 +76,10 @@ class GradientBackend(Protocol):
         """Device memory that a pass over this group's backward takes from now on."""
 
     @property
+    def reduce_bytes(self) -> int:
+        """Device memory that a reduction takes at most, with nothing of it there yet. It does not change."""
+
+    @property
     def leaves(self) -> bool:
         """The sum goes to another tier, where the update runs."""
 
@@ -125,6 +129,10 @@ class AgreementBackend(Protocol):
     def end_step(self, steady: bool) -> None: ...
 
     def together(self) -> None: ...
+
+    @property
+    def settled(self) -> bool:
+        """No rank keeps gradients that were not reduced. The same answer on every rank."""
 
 
 class Lane(Protocol):

@@ -1,10 +1,22 @@
-"""Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks."""
+"""Acts on the schedule: fetches what is used, works ahead, drops what is needed last, agrees with the other ranks.
+
+[Note: room]
+An accepted budget is always enough. Where room is short the executor goes on to what costs more: it drops groups that nothing
+pins, waits for reductions under way, drops groups with soft pins ([Note: two kinds of pins] in schedule/pins.py), and reduces
+gradients of which only a part has arrived; the rest follows and is added. So in the end only what is read at this moment and
+one gradient must fit. A rank may start a reduction only where it takes part in no other collective. Before it does, it
+therefore makes room for what another rank may ask it to serve meanwhile, too.
+"""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, GroupBackend, Lane
+from unwall.schedule.limit import Limit
+from unwall.schedule.pins import Pins
+from unwall.schedule.present import Present
 from unwall.schedule.residency import Occupant, choose_drops, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.control import pack_bits
@@ -23,7 +35,7 @@ AnyGradient = TypeVar("AnyGradient", bound=GradientBackend)
 class Executor(Generic[AnyGroup, AnyGradient]):
     """Keeps the groups that are in use on the device, within the budget of its ``ledger``.
 
-    A group is pinned while anything may read it; pins are counted. Everything else stays for as long as there is room.
+    A group is pinned while anything may read it. Everything else stays for as long as there is room. See [Note: room].
     It knows groups, gradients and ranks by what is in schedule/backend.py only ([Note: two backends]).
     """
 
@@ -44,45 +56,72 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.lane = lane
         self._ledger = ledger
         self._ranks = ranks
-        self._present = _Present(groups)
+        self._present = Present(groups)
         self._fetched: set[int] = set()  # that take memory to be here; some may have been dropped since
-        self._pins = [0] * len(groups)
-        self._current: int | None = None
+        self.pins = Pins(len(groups))
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
+        self._pieces: set[int] = set()  # groups of whose gradient only a part was reduced yet
+        self._largest_fetch = max(group.fetch_bytes for group in groups)
+        self._largest_reduce = max(gradient.reduce_bytes for gradient in gradients)
+        self._limit: Limit | None = None
+        ledger.ask_before_refusing(self.drop_cache)
+        self._acting = 0  # collectives over several ranks that this rank takes part in now
         self.agreement = make_agreement(self)
+
+    def keep_within(self, limit: Limit) -> None:
+        """From now on groups are dropped to stay within ``limit``. For a ledger without a budget."""
+        self._limit = limit
+
+    def begin_pass(self, kind: Hashable) -> None:
+        """A forward begins, and nothing is in use. ``kind``: see ``Trace``."""
+        self.unpin_all()
+        self.trace.begin(kind)
+        if self._limit is not None:
+            self._limit.begin(kind)
+            self._stay_within()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def use(self, index: int) -> None:
         """Makes a group resident and pins it; then works ahead. Raises, and pins nothing, when it cannot be fetched."""
         new = self.trace.record(index)
-        self._current = index
-        self._pins[index] += 1
+        self.pins.current = index
+        self.pins.add(index)
         try:
             if new:
                 self.lane.leave()
+                if self._limit is not None:
+                    self._limit.used()
+                    self._stay_within()
             self._make_resident(index)
             if new:
                 self.lane.enter(self.groups[index].name)
                 self._work_ahead()
         except BaseException:
-            self._pins[index] -= 1
+            self.pins.remove(index)
             raise
 
     def release(self, index: int) -> None:
-        """Takes one pin back."""
-        if self._pins[index] == 0:
+        """Takes back the pin of one ``use``."""
+        if not self.pins.is_hard(index):
             raise RuntimeError(f"group {self.groups[index].name} is released, but nothing uses it")
-        self._pins[index] -= 1
+        self.pins.remove(index)
+
+    def pin(self, index: int) -> None:
+        """Makes a group resident and pins it softly, unless it is: it stays for as long as there is room."""
+        if self.pins.is_soft(index):
+            self.trace.record(index)
+            return
+        self.use(index)
+        self.pins.soften(index)
 
     def unpin_all(self) -> None:
         """Nothing is in use (the start of a pass, or after an exception)."""
-        self._pins = [0] * len(self.groups)
-        self._current = None
+        self.pins.clear()
 
     def is_pinned(self, index: int) -> bool:
-        return self._pins[index] > 0
+        return self.pins.is_hard(index) or self.pins.is_soft(index)
 
     def invalidate(self, index: int) -> None:
         """The shards changed: what was gathered of this group is out of date."""
@@ -90,37 +129,93 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if group.residence is not Residence.ABSENT and not group.updated_in_place:
             group.drop()
 
-    def make_room(self, nbytes: int, label: str) -> None:
-        """Drops groups until ``nbytes`` fit into the device budget. BudgetError when what is in use does not allow it."""
-        if self._drop_for(nbytes):
+    def make_room(self, nbytes: int, label: str, keep: int | None = None) -> None:
+        """Finds room for ``nbytes`` in the device budget, as [Note: room] says. BudgetError when what is in use does not allow
+        it. ``keep``: the group whose gradient is about to be filled, which is not reduced for it."""
+        if self._find_room(nbytes) or (self._reduce_early(keep) and self._find_room(nbytes)):
             return
-        self.finish_reduces()  # gives the flat gradients back that are on their way
-        if not self._drop_for(nbytes):
-            ledger = self._ledger
-            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes or 0, label)
+        ledger = self._ledger
+        if ledger.budget_bytes is not None:
+            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label)
+        self.drop_cache()  # the limit refuses nothing
 
-    def _drop_for(self, nbytes: int, sooner_than: int | None = None) -> bool:
-        """Drops what is needed last, as far as ``nbytes`` need it. False, and nothing is dropped, where that is not enough.
+    def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
+        """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
+        if self._ranks == 1 or self._acting or self._free_bytes() is None:
+            return
+        nbytes += max(self._largest_fetch, self._largest_reduce)
+        if not any(gradient.pending for gradient in self.gradients) or self._could_hold(nbytes):
+            return
+        self.finish_reduces()
+        if not self._could_hold(nbytes):
+            self._reduce_early(keep)
 
-        ``sooner_than``: what is needed at this distance or sooner stays."""
-        free = self._ledger.free_bytes
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
+        return self._could_hold(nbytes + 2 * self._largest_fetch + self._largest_reduce)
+
+    def _could_hold(self, nbytes: int) -> bool:
+        """Whether there would be room after dropping what nothing reads now."""
+        free = self._free_bytes()
         if free is None or nbytes <= free:
             return True
-        drops = choose_drops(self._occupants(), self.trace.next_use(), nbytes - free, sooner_than)
+        droppable = (occupant.nbytes for occupant in self._occupants(soft=True) if not occupant.pinned)
+        return nbytes <= free + sum(droppable)
+
+    def _stay_within(self) -> None:
+        if not self._drop_for(0):
+            self.drop_cache(soft=False)
+
+    def drop_cache(self, soft: bool = True) -> None:
+        """Drops everything that nothing reads now, or nothing pins: memory is needed that the card does not have."""
+        for occupant in self._occupants(soft):
+            if not occupant.pinned:
+                self.pins.give_up(occupant.group)
+                self.groups[occupant.group].drop()
+
+    def _free_bytes(self) -> int | None:
+        """What the budget, or else the limit, leaves. None where there is neither."""
+        ledger, limit = self._ledger, self._limit
+        return ledger.free_bytes if limit is None else limit.nbytes - ledger.live_bytes
+
+    def _find_room(self, nbytes: int) -> bool:
+        if self._drop_for(nbytes):
+            return True
+        self.finish_reduces()  # gives the flat gradients back that are on their way
+        return self._drop_for(nbytes) or self._drop_for(nbytes, soft=True)
+
+    def _reduce_early(self, keep: int | None) -> bool:
+        """Sums what has arrived of gradients that are not complete. False where there are none, or it cannot be done now."""
+        if self._acting:
+            return False
+        found = [index for index, gradient in enumerate(self.gradients) if index != keep and gradient.pending]
+        for index in found:
+            self.reduce(index, complete=False)
+        self.finish_reduces()
+        return bool(found)
+
+    def _drop_for(self, nbytes: int, sooner_than: int | None = None, soft: bool = False) -> bool:
+        """Drops what is needed last, as far as ``nbytes`` need it. False, and nothing is dropped, where that is not enough.
+
+        ``sooner_than``: what is needed at this distance or sooner stays. ``soft``: soft pins are given up, too."""
+        free = self._free_bytes()
+        if free is None or nbytes <= free:
+            return True
+        drops = choose_drops(self._occupants(soft), self.trace.next_use(), nbytes - free, sooner_than)
         for index in drops or ():
+            self.pins.give_up(index)
             self.groups[index].drop()
         return drops is not None
 
-    def _occupants(self) -> list[Occupant]:
-        self._fetched = {index for index in self._fetched if index in self._present}
-        return [
-            Occupant(index, self.groups[index].fetch_bytes, self._pins[index] > 0 or index == self._current)
-            for index in self._fetched
-        ]
+    def _occupants(self, soft: bool = False) -> list[Occupant]:
+        pinned, groups, absent = self.pins.must_stay() if soft else self.pins.should_stay(), self.groups, Residence.ABSENT
+        self._fetched = {index for index in self._fetched if groups[index].residence is not absent}
+        return [Occupant(index, groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
 
     def _make_resident(self, index: int) -> None:
         group = self.groups[index]
         if group.residence is Residence.ABSENT:
+            self.make_room_before(group.fetch_bytes)
             self.agreement.gather(index)
         if group.residence is Residence.ARRIVING:
             group.finish_gather()
@@ -153,11 +248,15 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def reduce(self, index: int) -> None:
-        """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one."""
+    def reduce(self, index: int, complete: bool = True) -> None:
+        """Sums a group's gradient over the ranks (in the background) and remembers which parameters have one.
+
+        Not ``complete``: more of it is to come in this backward."""
+        (self._pieces.discard if complete else self._pieces.add)(index)
         gradient = self.gradients[index]
         if self._ranks == 1:
             self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
+            self._find_room(gradient.flat_bytes)
             gradient.begin_reduce(gradient.pending)
             self._reducing.append(index)
             if not gradient.leaves:
@@ -174,9 +273,15 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         while len(self._reducing) > leave:
             index = self._reducing.popleft()
             self.gradients[index].finish_reduce()
-            self._reduced.append(index)
+            if index not in self._pieces:
+                self._reduced.append(index)
             if departed:
                 self.gradients[index].await_departure()
+
+    def end_pieces(self) -> None:
+        """Backward has ended: what was reduced of a gradient is all there is of it."""
+        self._reduced += sorted(index for index in self._pieces if index not in self._reducing)
+        self._pieces.clear()
 
     def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
@@ -203,19 +308,31 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     def join_gather(self, index: int) -> None:
         """Takes part in a gather, whether this rank needs it or another one."""
-        if self.groups[index].residence is Residence.ABSENT:
-            self._begin_gather(index)
-        else:
-            self.groups[index].serve_gather()
+        with self._taking_part():
+            if self.groups[index].residence is Residence.ABSENT:
+                self._begin_gather(index)
+            else:
+                self.groups[index].serve_gather()
 
     def join_reduce(self, index: int, present: set[int], contribute: bool) -> None:
         """Takes part in a reduction. Without ``contribute`` another rank needs it: this one adds zeros."""
         gradient = self.gradients[index]
-        self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
-        self.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}")
-        gradient.begin_reduce(present, contribute=contribute)
+        with self._taking_part():
+            self.finish_reduces(leave=REDUCES_IN_FLIGHT - 1)
+            nbytes = gradient.flat_bytes if contribute else gradient.reduce_bytes
+            self.make_room(nbytes, f"gradients of {self.groups[index].name}")
+            gradient.begin_reduce(present, contribute=contribute)
         self._reducing.append(index)
         self.reduced_elements += self.groups[index].gathered_numel
+
+    @contextmanager
+    def _taking_part(self) -> Iterator[None]:
+        """Over several ranks nothing else may be agreed on meanwhile."""
+        self._acting += self._ranks > 1
+        try:
+            yield
+        finally:
+            self._acting -= self._ranks > 1
 
     def present_in(self, index: int) -> set[int]:
         """A group's parameters that have a gradient on some rank."""
@@ -229,13 +346,3 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         gradient.present -= wrong
         if not gradient.present and not gradient.pending:
             gradient.clear()
-
-
-class _Present:
-    """The groups that are on the device or on their way to it, as a container."""
-
-    def __init__(self, groups: Sequence[GroupBackend]) -> None:
-        self._groups = groups
-
-    def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and self._groups[index].residence is not Residence.ABSENT

@@ -11,7 +11,7 @@ class Accumulator:
     """This rank's own gradients of one group: those of the running pass in the flat buffer, in the dtype they travel in, and
     the sum of passes inside ``no_sync`` beside it, in fp32.
 
-    Filling: the flat buffer has memory, from ``begin`` until ``keep_local`` or ``hand_over``. Only then is there a place to
+    Filling: the flat buffer has memory, from ``begin`` until ``keep_local`` or ``handed_over``. Only then is there a place to
     ``take`` a gradient to; anything else raises.
     """
 
@@ -72,17 +72,21 @@ class Accumulator:
         self._local_slots |= self.arrived
         self._free_flat()
 
-    def hand_over(self) -> MemoryBlock:
-        """All of this rank's gradients, local sum included, in the flat buffer, which is the caller's from now on."""
+    def complete(self) -> MemoryBlock:
+        """All of this rank's gradients, local sum included, are in the flat buffer now. It stays here until ``handed_over``."""
         flat = self._filled()
         self._clear_rest(flat)
         if self._local is not None:
             flat.copy_(self._local.view(self._wide).add_(flat))
+            self.arrived |= self._local_slots
             self._free_local()
-        self.arrived.clear()
         assert self._flat is not None
-        block, self._flat = self._flat, None
-        return block
+        return self._flat
+
+    def handed_over(self) -> None:
+        """The flat buffer is somebody else's now."""
+        self._flat = None
+        self.arrived.clear()
 
     def drop(self, slots: set[int]) -> None:
         """Forgets the gradients of some parameters."""

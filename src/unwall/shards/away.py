@@ -8,10 +8,12 @@ import torch
 from unwall.native.library import DiskError
 from unwall.shards.group import Group
 from unwall.shards.landing import Holding, LandingPlace
+from unwall.shards.layout import Segment
 from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Store
-from unwall.tiers.block import DiskBlock, MemoryBlock
+from unwall.tiers.block import DiskBlock, MemoryBlock, Region
 from unwall.tiers.disk import named
+from unwall.tiers.ticket import Joined
 from unwall.tiers.tiers import Tiers
 
 
@@ -23,9 +25,9 @@ class Away(LandingPlace):
         self._rank = rank
         self._lost: Exception | None = None
 
-    def begin(self, incoming: MemoryBlock) -> None:
+    def begin(self, incoming: MemoryBlock, beside: list[Segment] | None = None) -> None:
         if self.holding is not Holding.LOST:
-            self._begin(incoming)
+            self._begin(incoming, beside)
 
     def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
         if flat is not None:
@@ -41,7 +43,7 @@ class Away(LandingPlace):
         finally:
             self._tiers.device.free(incoming)
 
-    def _begin(self, incoming: MemoryBlock) -> None:
+    def _begin(self, incoming: MemoryBlock, beside: list[Segment] | None) -> None:
         raise NotImplementedError
 
     def _finish(self, incoming: MemoryBlock) -> None:
@@ -74,8 +76,11 @@ class OnHost(Away):
         self._arrivals: Store | None = None
         self._sum: Store | None = None
 
-    def _begin(self, incoming: MemoryBlock) -> None:
+    def _begin(self, incoming: MemoryBlock, beside: list[Segment] | None) -> None:
         first = self.holding is Holding.NOTHING
+        if not first and beside is not None and self._sum is None:
+            self._put_beside(incoming, beside)
+            return
         if not first:
             self._move_to_sum()
         own = incoming.view(self._dtype)
@@ -84,6 +89,16 @@ class OnHost(Away):
             self._arrivals = self._store(self._dtype, pinned=True)
         self.landing = self._tiers.links.copy(incoming, self._arrivals.block, self._group.name)
         self.holding = Holding.LANDING
+
+    def _put_beside(self, incoming: MemoryBlock, beside: list[Segment]) -> None:
+        """A further piece of the pass that has landed."""
+        assert self._arrivals is not None
+        self.await_landing()
+        item, target, tickets = self._dtype.itemsize, self._arrivals.block, []
+        for segment in beside:
+            source = Region(incoming, segment.shard_start * item, segment.numel * item)
+            tickets.append(self._tiers.links.copy(source, Region(target, source.offset, source.nbytes), self._group.name))
+        self.square_sum, self.landing, self.holding = None, Joined(tickets), Holding.LANDING
 
     def _finish(self, incoming: MemoryBlock) -> None:  # noqa: ARG002 (the copy holds on to its memory)
         if self._sum is not None:
@@ -95,6 +110,11 @@ class OnHost(Away):
         held = self._sum or self._arrivals
         assert held is not None
         return held.tensor()
+
+    @property
+    def sum_bytes(self) -> int:
+        needed = self._sum is None and self.holding in (Holding.LANDING, Holding.LANDED)
+        return self._group.own_numel * self._wide.itemsize if needed else 0
 
     def clear(self) -> None:
         super().clear()
@@ -128,7 +148,7 @@ class OnDisk(Away):
         self._now: Store | None = None
         """The one that holds the gradient."""
 
-    def _begin(self, incoming: MemoryBlock) -> None:
+    def _begin(self, incoming: MemoryBlock, beside: list[Segment] | None) -> None:  # noqa: ARG002 (a sum is as exact)
         if self.holding is Holding.NOTHING:
             self.square_sum = self._measure(incoming.view(self._dtype))
             self._now = self._store(self._dtype)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from unwall.plans import Plan, PlanError
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
-from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, uncut
+from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, note_calls, uncut
 from unwall.shards.layout import Layout, build_layout
 from unwall.shards.local import local, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
@@ -22,7 +22,6 @@ from unwall.shards.placement import (
     disk_bytes_of,
     host_bytes_of,
     host_working_bytes,
-    place,
     working_bytes,
 )
 from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
@@ -59,8 +58,11 @@ def fp32_names(model: nn.Module) -> set[str]:
     return found
 
 
-def plan_groups(model: nn.Module, plan: Plan, world_size: int, cuts: Cuts = uncut) -> list[tuple[Unit, Layout]]:
-    """The groups of a model and their layouts. Allocates nothing. ``cuts``: which parameters lie in several slots."""
+def plan_groups(
+    model: nn.Module, plan: Plan, world_size: int, cuts: Cuts = uncut, limit_bytes: int | None = None
+) -> list[tuple[Unit, Layout]]:
+    """The groups of a model and their layouts. Allocates nothing. ``cuts``: which parameters lie in several slots.
+    ``limit_bytes``: how large a group may become at most, where that is less than the plan allows."""
     kept = fp32_names(model)
 
     def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
@@ -71,7 +73,8 @@ def plan_groups(model: nn.Module, plan: Plan, world_size: int, cuts: Cuts = uncu
     if not entries:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
     limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes)
-    units = build_groups(model, entries, limit)
+    units = build_groups(model, entries, limit if limit_bytes is None else min(limit, limit_bytes))
+    note_calls(model, units)
     return [(unit, _layout(unit, world_size)) for unit in units]
 
 
@@ -94,7 +97,8 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
             states = bytes_per_element(master_specs(layout.dtype))
         if kind.trainable:
             states += bytes_per_element(adamw_specs(layout.dtype))
-        found.append(group_sizes(layout, states, kind.trainable, plan, world_size))
+        size = group_sizes(layout, states, kind.trainable, plan, world_size)
+        found.append(replace(size, at_once_bytes=sum(planned[index][1].flat_bytes for index in unit.at_once)))
     return found
 
 
@@ -141,17 +145,6 @@ def smallest(rooms: Sequence[Room]) -> Room:
     )
 
 
-def choose_homes(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, room: Room) -> list[Home]:
-    """A home for every group. PlanError, with the numbers and the nearest plan that would fit, before anything is allocated.
-
-    ``room``: what the plan says, or what the machine has.
-    """
-    sizes = sizes_of(planned, plan, world_size)
-    homes = place(sizes, plan, room.device_bytes, room.host_bytes)
-    check_fit(sizes, homes, plan, world_size, room)
-    return homes
-
-
 def check_fit(
     sizes: Sequence[Sizes], homes: Sequence[Home], plan: Plan, world_size: int, room: Room, optimizer: str = ""
 ) -> None:
@@ -171,11 +164,13 @@ def check_fit(
             advice += ", or a directory for what is left over: disk='/path/on/a/fast/drive'"
         if optimizer and "auto" in (plan.params, plan.optimizer) and plan.directories:
             advice += ", or optimizer='disk' (left to unwall, homes are chosen for the states of AdamW)"
-        raise PlanError(
+        error = PlanError(
             f"the plan does not fit{optimizer and f' {optimizer}'}: states on the {tier} take {format_bytes(held)} per rank, "
             f"and {format_bytes(working)} more while working, but {tier}_bytes is {format_bytes(budget)} ({budget} bytes). "
             f"The nearest plan that fits on {ranks}: Plan(stage={plan.stage}, {tier}_bytes={held + working}){advice}"
         )
+        error.lack = list(needs).index(tier), held + working
+        raise error
 
 
 def make_groups(
@@ -237,7 +232,8 @@ def _make_all(
         dtype = layout.dtype if not layout.dtype.is_floating_point else plan.reduce_dtype or layout.dtype
         if layout.dtype is torch.float64:
             dtype = layout.dtype
-        gradients.append(Gradient(group, tiers, ranks, dtype, keep_flat=plan.stage < 2, everywhere=plan.stage == 0))
+        options = {"keep_flat": plan.stage < 2, "everywhere": plan.stage == 0, "mean": plan.reduce_op == "mean"}
+        gradients.append(Gradient(group, tiers, ranks, dtype, **options))
 
 
 def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:

@@ -77,6 +77,11 @@ class Ranks:
         all_gather_flat(every, values.reshape(-1), group=self._group)
         return every.view(self.size, *values.shape).sum(0)
 
+    def merge(self, whole: torch.Tensor) -> None:
+        """Each rank has filled elements of its own and left the others zero: now every rank has all of them, bit by bit."""
+        if self.size > 1:
+            dist.all_reduce(whole.view(-1).view(torch.uint8), group=self._group)
+
     def every(self, thing: Any) -> list[Any]:
         """Every rank's object, by rank."""
         if self.size == 1:

@@ -5,6 +5,9 @@ Three things happen to it, each by an object of its own. This rank's gradients a
 each parameter's as autograd finishes it. The ranks' are reduced (shards/reduce.py): ``begin_reduce`` when all are in. The
 average lands (shards/landing.py): ``finish_reduce`` before anyone looks. Several passes before a step add up in fp32.
 
+Where room is short, what has arrived is reduced before the rest is in. Such *pieces* of one pass have no parameter in common,
+so they are put beside each other in the place, in the dtype they arrive in: no sum, no memory, the same bits.
+
 A sum that is under way is in one of these phases, whatever earlier passes have left in the place (``Holding`` in
 shards/landing.py), and whatever this rank accumulates for its own turn meanwhile:
 
@@ -22,6 +25,7 @@ from unwall.shards.away import OnDisk, OnHost
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
 from unwall.shards.landing import Holding, LandingPlace, OnDevice
+from unwall.shards.layout import Segment
 from unwall.shards.reduce import Reducer, Reduction
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket, hold_back
@@ -41,25 +45,38 @@ class Gradient:
 
     ``keep_flat``: gradients are not cut (stages 0 and 1): the flat buffer stays, and the sum goes back into it.
     ``everywhere`` (stage 0): every rank ends with the whole sum, so that every rank updates everything.
+    ``mean``: the average over the ranks, otherwise their sum.
     """
 
     def __init__(
-        self, group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, *, keep_flat: bool, everywhere: bool
+        self,
+        group: Group,
+        tiers: Tiers,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        *,
+        keep_flat: bool,
+        everywhere: bool,
+        mean: bool = True,
     ) -> None:
         self.group = group
         self.phase = Phase.IDLE
         self.passes = 0
-        """Reductions since the last step."""
+        """Passes that were reduced since the last step; pieces of one count once."""
         self.serial = 0
         """Counts reductions: says whether a gradient is still the one that was seen before."""
+        self.changed = False
+        """Whether someone has changed it by hand since the last step."""
         self.present: set[int] = set()
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self._forgotten: set[int] = set()
         """Parameters whose gradients are still in the place, but not wanted any more."""
         self._own = Accumulator(group, tiers, dtype)
-        self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere)
+        self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
         self._reduction: Reduction | None = None
         """What is under way. None when IDLE."""
+        self._before: set[int] | None = None
+        """Parameters that earlier pieces brought, if what is under way is a further piece."""
         self._place = _place_of(group, tiers, ranks, dtype, keep_flat)
 
     # -- this rank's gradients ----------------------------------------------------------------------------------------
@@ -85,6 +102,18 @@ class Gradient:
         sent = self._reduction is not None and self._reduction.has_flat  # it is back before the next pass takes one
         there = self._own.filling or self._place.flat is not None or sent
         return (0 if there else self._own.flat_bytes) + self._place.growth_bytes + self._reducer.nbytes
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Device memory that a reduction takes at most, with nothing of it there yet."""
+        if not any(param.requires_grad for param in self.group.params):
+            return 0
+        grows = self.group.own_numel * 4 if not self.leaves and self._own.dtype.itemsize < 4 else 0
+        return self._own.flat_bytes + self._reducer.nbytes + grows
+
+    def sum_bytes(self, slots: set[int]) -> int:
+        """Host memory that further gradients of ``slots`` take, to be added to what is held."""
+        return 0 if self.present.isdisjoint(slots) else self._place.sum_bytes
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
@@ -112,16 +141,18 @@ class Gradient:
         """Starts the sum over ranks.
 
         ``present``: parameters with a gradient on any rank. A rank that only serves another's wish does not ``contribute``:
-        it adds zeros and keeps what arrived for its own turn.
+        it adds zeros and keeps what arrived for its own turn. If this raises, nothing has changed.
         """
         self.finish_reduce()
         self._clear_forgotten()
-        self.present |= present
-        self.passes += 1
-        self.serial += 1
         if contribute:
             self._fill()
-        self._reduction = self._reducer.begin(self._own.hand_over() if contribute else None)
+        self._reduction = self._reducer.begin(self._own if contribute else None)
+        piece = self.held and self.present.isdisjoint(present)
+        self._before = self.present.copy() if piece else None
+        self.present |= present
+        self.passes += not piece
+        self.serial += 1
         self.phase = Phase.REDUCING
         if self._reducer.ranks.size == 1:
             self._leave()
@@ -141,8 +172,22 @@ class Gradient:
         self._expect(Phase.REDUCING)
         assert self._reduction is not None
         self._reduction.wait()
-        self._place.begin(self._reduction.incoming)
+        self._place.begin(self._reduction.incoming, self._beside())
         self.phase = Phase.LEAVING
+
+    def _beside(self) -> list[Segment] | None:
+        """Where a further piece has its parts, if it only has to be put beside those before. None: it is to be added."""
+        if self._before is None:
+            return None
+        assert self._reduction is not None
+        value = self._reduction.incoming.view(self._own.dtype)
+        fresh, several = [], self._reducer.ranks.size > 1
+        for segment in self.group.owned_segments():
+            if segment.slot not in self._before:
+                fresh.append(segment)
+            elif several and value.narrow(0, segment.shard_start, segment.numel).count_nonzero():
+                return None  # by script: some rank sent something else than was recorded
+        return fresh
 
     def _end(self) -> Reduction:
         """To IDLE."""
@@ -203,6 +248,30 @@ class Gradient:
         self._clear_forgotten()
         return self._place.read()
 
+    def change(self) -> torch.Tensor:
+        """The same to be changed by hand: what was computed from it ahead of the step, or measured, does not count any more."""
+        self.check()
+        self._clear_forgotten()
+        self.serial += 1
+        self.changed = True
+        self._place.square_sum = None
+        return self._place.read(write=True)
+
+    def hold(self, slots: set[int]) -> None:
+        """Some parameters have a gradient from now on, zeros at first, as if a backward had brought it."""
+        self.finish_reduce()
+        self.check()
+        if not self.held:
+            device, label = self._reducer.device, f"gradients of {self.group.name}"
+            incoming = device.allocate(self.group.own_numel * self._reducer.dtype.itemsize, label)
+            incoming.data.zero_()
+            self._place.begin(incoming)
+            self._place.finish(incoming, None)
+            self.passes += 1
+        self._clear_forgotten()
+        self.serial += 1
+        self.present |= slots
+
     @property
     def square_sum(self) -> torch.Tensor | None:
         """Sum of squares of the part that this rank counts, measured while it passed. None: not measured, or not valid."""
@@ -234,6 +303,7 @@ class Gradient:
         self.present.clear()
         self._forgotten.clear()
         self.passes = 0
+        self.changed = False
         self._place.clear()
         self._own.clear()
 

@@ -1,7 +1,7 @@
 """Which parameters move together: groups from a module's structure. Pure decisions over a description of the module."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +41,8 @@ class Unit:
 
     name: str
     entries: list[Entry] = field(default_factory=list)
+    at_once: frozenset[int] = frozenset()
+    """Groups that are gathered at once where a module of this one runs, this one among them: see ``note_calls``."""
 
     @property
     def nbytes(self) -> int:
@@ -145,3 +147,27 @@ def _common_name(first: str, second: str) -> str:
     if first == second:
         return first
     return f"{first.split('..')[0]}..{second}"
+
+
+def note_calls(module: nn.Module, units: list[Unit]) -> None:
+    """Says of each group with which others it is gathered at once: those that the calls around one of its modules read."""
+    group_of = {id(entry.param): index for index, unit in enumerate(units) for entry in unit.entries if entry.part is None}
+    seen: set[tuple[int, frozenset[int]]] = set()
+    stack = [(module, frozenset[int]())]
+    while stack:
+        inside, around = stack.pop()
+        if (id(inside), around) in seen:
+            continue
+        seen.add((id(inside), around))
+        own = {group_of[id(param)] for param in _read_by(inside) if id(param) in group_of}
+        around |= own
+        for index in own:
+            if sum(units[other].nbytes for other in around) > sum(units[other].nbytes for other in units[index].at_once):
+                units[index].at_once = around
+        stack += [(child, around) for child in inside.children()]
+
+
+def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a module's own forward reads: all below it where it is compiled, or known to read those of a child."""
+    whole = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+    return module.parameters(recurse=whole or isinstance(module, nn.MultiheadAttention))

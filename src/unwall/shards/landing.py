@@ -19,6 +19,7 @@ from contextlib import suppress
 import torch
 
 from unwall.shards.group import Group
+from unwall.shards.layout import Segment
 from unwall.shards.store import Store
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.ticket import Ticket
@@ -50,8 +51,11 @@ class LandingPlace:
         self._tiers = tiers
         self._dtype = dtype
 
-    def begin(self, incoming: MemoryBlock) -> None:
-        """The average of a pass is in ``incoming``: starts to move it. May be called again if it fails."""
+    def begin(self, incoming: MemoryBlock, beside: list[Segment] | None = None) -> None:
+        """The average of a pass is in ``incoming``: starts to move it. May be called again if it fails.
+
+        ``beside``: it is a further piece of what is held, these parts of it count, and nothing is there in their place yet.
+        """
         raise NotImplementedError
 
     def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
@@ -93,6 +97,11 @@ class LandingPlace:
         """Device memory that a further pass needs for its sum."""
         return 0
 
+    @property
+    def sum_bytes(self) -> int:
+        """Host memory that a further pass takes for the sum of all."""
+        return 0
+
     def abandon(self) -> None:
         """What was begun will not be finished. The copy has read ``incoming`` to its end."""
         with suppress(Exception):  # nobody wants it any more
@@ -116,11 +125,12 @@ class OnDevice(LandingPlace):
         super().__init__(group, tiers, dtype)
         self._keep_flat = keep_flat
         self._value: torch.Tensor | None = None
+        self._beside: list[Segment] | None = None
         self._block: MemoryBlock | None = None
         """The value's memory. None while it lies in the flat buffer."""
 
-    def begin(self, incoming: MemoryBlock) -> None:
-        """It is where it belongs."""
+    def begin(self, incoming: MemoryBlock, beside: list[Segment] | None = None) -> None:  # noqa: ARG002 (it is where it belongs)
+        self._beside = beside
 
     def finish(self, incoming: MemoryBlock, flat: MemoryBlock | None) -> None:
         if flat is not None and self._keep_flat:
@@ -130,7 +140,11 @@ class OnDevice(LandingPlace):
         if self._value is None and self.flat is None:
             self._block, self._value = incoming, incoming.view(self._dtype)
         else:
-            if self._value is not None:
+            if self._value is not None and self._beside is not None:
+                for segment in self._beside:
+                    part = incoming.view(self._dtype).narrow(0, segment.shard_start, segment.numel)
+                    self._value.narrow(0, segment.shard_start, segment.numel).copy_(part)
+            elif self._value is not None:
                 try:
                     total = self._widen()
                 except BaseException:

@@ -46,6 +46,8 @@ class Sizes:
     """Elements whose states this rank keeps."""
     sum_bytes: int = 0
     """What the sum of several passes takes beside the gradient that landed last, on the host (0 where there is one pass)."""
+    at_once_bytes: int = 0
+    """The whole parameters of all groups that are read at once where a module of this one runs."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +104,24 @@ def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     """What comes and goes on the device: two groups gathered (where one ends and the next begins), two gradients, what they
-    are reduced to, and one gradient in both widths while it moves to fp32."""
-    flats = sorted(
-        size.flat_bytes
-        for size, home in zip(sizes, homes, strict=True)
-        if not (size.whole if home.tier == "device" else home.resident)
-    )
+    are reduced to, and one gradient in both widths while it moves to fp32. Or, where that is more, what calls inside calls read
+    at once, and one gradient. It is enough for every order of uses: see [Note: room] in schedule/executor.py."""
+    moving = [
+        size for size, home in zip(sizes, homes, strict=True) if not (size.whole if home.tier == "device" else home.resident)
+    ]
+    flats = sorted(size.flat_bytes for size in moving)
     grads = sorted(size.grad_flat_bytes for size in sizes)
     parts = sorted(size.grad_part_bytes for size in sizes)
-    return sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2:]) + max((size.widening_bytes for size in sizes), default=0)
+    widening = max((size.widening_bytes for size in sizes), default=0)
+    usual = sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2:])
+    nested = max((size.at_once_bytes for size in moving), default=0) + sum(grads[-1:]) + sum(parts[-1:])
+    return max(usual, nested) + widening
+
+
+def least_device_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
+    """What is held, what comes and goes, and two more groups that are fetched ahead."""
+    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    return held + working_bytes(sizes, homes) + 2 * max(size.flat_bytes for size in sizes)
 
 
 def chunk_elements(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:

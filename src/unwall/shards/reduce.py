@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unwall.shards.accumulate import Accumulator
 from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.group import Group
 from unwall.tiers.block import MemoryBlock
@@ -71,6 +72,8 @@ class Reducer:
     ranks: Ranks
     dtype: torch.dtype
     everywhere: bool
+    mean: bool = True
+    """Otherwise the sum stays one."""
 
     @property
     def nbytes(self) -> int:
@@ -79,42 +82,57 @@ class Reducer:
         numel = layout.shard_numel + (layout.padded_numel if self.everywhere else 0)
         return 0 if self.ranks.size == 1 else numel * self.dtype.itemsize
 
-    def begin(self, flat: MemoryBlock | None) -> Reduction:
-        """Sends ``flat``, which belongs to the reduction from now on, or zeros."""
+    def begin(self, own: Accumulator | None) -> Reduction:
+        """Sends what this rank has accumulated, whose memory belongs to the reduction from now on, or zeros.
+
+        If it raises, nothing was taken: what can fail for lack of memory comes first.
+        """
         if self.ranks.size == 1:
-            assert flat is not None, "a rank alone has nobody to serve"
+            assert own is not None, "a rank alone has nobody to serve"
+            flat = own.complete()
+            own.handed_over()
             return Reduction(self.device, self.dtype, flat, None, served=False)
-        taken = [] if flat is None else [flat]
+        taken: list[MemoryBlock] = []
         try:
-            return self._begin(flat, taken)
+            reduction = self._begin(own, taken)
         except BaseException:
             for block in taken:
                 self.device.free(block)
             raise
-
-    def _begin(self, flat: MemoryBlock | None, taken: list[MemoryBlock]) -> Reduction:
-        """``taken``: gets what is freed if this fails."""
-        layout = self.group.layout
-        sent = self._allocate(layout.padded_numel, taken) if flat is None else flat
-        if flat is None:
-            sent.data.zero_()
-        if self.dtype is torch.float16:
-            sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
-        incoming = self._allocate(layout.shard_numel, taken)
-        reduction = Reduction(self.device, self.dtype, incoming, sent, served=flat is None)
-        reduction.divisor = 1 if self.dtype is torch.float16 else self.ranks.size
-        reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
-        if self.everywhere:  # here, not when it is waited for: every rank must call collectives in the same order
-            self._gather(reduction, taken)
+        if own is not None:
+            own.handed_over()
         return reduction
 
-    def _gather(self, reduction: Reduction, taken: list[MemoryBlock]) -> None:
+    def _begin(self, own: Accumulator | None, taken: list[MemoryBlock]) -> Reduction:
+        """``taken``: gets what is freed if this fails."""
+        layout = self.group.layout
+        incoming = self._allocate(layout.shard_numel, taken)
+        whole = self._allocate(layout.padded_numel, taken) if self.everywhere else None
+        sent = self._allocate(layout.padded_numel, taken) if own is None else own.complete()
+        if own is None:
+            sent.data.zero_()
+        reduction = Reduction(self.device, self.dtype, incoming, sent, served=own is None)
+        halves = self.mean and self.dtype is torch.float16
+        if halves:
+            sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
+        reduction.divisor = 1 if halves or not self.mean else self.ranks.size
+        try:
+            reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
+            if whole is not None:  # here, not when it is waited for: every rank must call collectives in the same order
+                self._gather(reduction, whole)
+        except BaseException:
+            if halves:
+                sent.view(self.dtype).mul_(self.ranks.size)
+            raise
+        if whole is not None:
+            self.device.free(incoming)
+        return reduction
+
+    def _gather(self, reduction: Reduction, whole: MemoryBlock) -> None:
         """Waits for this rank's part and starts to gather all parts."""
         reduction.wait()
-        part, reduction.incoming = reduction.incoming, self._allocate(self.group.layout.padded_numel, taken)
-        reduction.work, reduction.divisor = self.ranks.all_gather(reduction.incoming.view(self.dtype), part.view(self.dtype)), 1
-        taken.remove(part)
-        self.device.free(part)
+        part, reduction.incoming = reduction.incoming, whole
+        reduction.work, reduction.divisor = self.ranks.all_gather(whole.view(self.dtype), part.view(self.dtype)), 1
 
     def _allocate(self, numel: int, taken: list[MemoryBlock]) -> MemoryBlock:
         taken.append(self.device.allocate(numel * self.dtype.itemsize, f"gradients of {self.group.name}"))

@@ -1,11 +1,15 @@
 """The device tier: the accelerator's memory, or plain memory with its own accounting where there is none."""
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from unwall.tiers.block import Block, MemoryBlock, check_size
 from unwall.tiers.ledger import Ledger, TierName
+
+Taken = TypeVar("Taken")
 
 
 def default_device() -> torch.device:
@@ -34,7 +38,7 @@ class DeviceTier:
         check_size(nbytes, self.name)
         self.ledger.reserve(nbytes, label)
         try:
-            data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            data = self._insist(lambda: torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         except BaseException:
             self.ledger.release(nbytes)
             raise
@@ -61,9 +65,19 @@ class DeviceTier:
             self.ledger.reserve(block.nbytes, block.label)
             block.charged = True
         try:
-            block.data.untyped_storage().resize_(block.nbytes)
+            self._insist(lambda: block.data.untyped_storage().resize_(block.nbytes))
         finally:
             self._account(block)
+
+    def _insist(self, take: Callable[[], Taken]) -> Taken:
+        """Takes memory. Where the card has none, what others can do without is given back first: then it is tried again."""
+        try:
+            return take()
+        except torch.OutOfMemoryError:
+            self.ledger.reclaim()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return take()
 
     def _account(self, block: MemoryBlock) -> None:
         """The ledger counts what the block has, whatever was interrupted before."""

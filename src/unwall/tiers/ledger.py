@@ -13,11 +13,14 @@ TierName = Literal["device", "host", "disk"]
 class BudgetError(RuntimeError):
     """A request would take a tier past its budget. Nothing was allocated."""
 
-    def __init__(self, tier: TierName, asked_bytes: int, live_bytes: int, budget_bytes: int, label: str) -> None:
+    def __init__(
+        self, tier: TierName, asked_bytes: int, live_bytes: int, budget_bytes: int, label: str, advice: str = ""
+    ) -> None:
+        advice = advice or f"Raise {tier}_bytes in the Plan, or move state to a larger tier."
         super().__init__(
             f"{tier} tier: {label or 'a request'} needs {format_bytes(asked_bytes)} ({asked_bytes} bytes), but "
             f"{format_bytes(live_bytes)} of its budget of {format_bytes(budget_bytes)} ({budget_bytes} bytes) are in use. "
-            f"Raise {tier}_bytes in the Plan, or move state to a larger tier."
+            f"{advice}"
         )
         self.tier = tier
         self.asked_bytes = asked_bytes

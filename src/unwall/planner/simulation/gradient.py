@@ -12,9 +12,10 @@ class SimulatedGradient:
     def __init__(self, group: SimulatedGroup, rank: VirtualRank) -> None:
         self.group = group
         self.pending: set[int] = set()
+        """Parts of it that are here. In the engine: parameters."""
         self.present: set[int] = set()
         self.passes = 0
-        """Reductions since the last step."""
+        """Passes that were reduced since the last step; pieces of one count once."""
         self.leaves = group.home.tier == "host"
         self.landing: Task | None = None
         """What brings the sum to where the update runs."""
@@ -27,6 +28,8 @@ class SimulatedGradient:
         self._widened = False
         """The sum is in fp32, in memory of its own."""
         self._reducing = False
+        self._piece = False
+        """What is under way belongs to a pass of which another piece was reduced before."""
 
     @property
     def held(self) -> bool:
@@ -37,14 +40,22 @@ class SimulatedGradient:
         flat = 0 if self.pending else self._flat_bytes()
         return flat + self.group.size.grad_part_bytes + self._widening_bytes()
 
-    def take(self) -> None:
+    @property
+    def reduce_bytes(self) -> int:
+        size = self.group.size
+        grows = 4 * size.own_numel if size.widening_bytes and not self.leaves else 0
+        return size.grad_flat_bytes + size.grad_part_bytes + grows
+
+    def take(self, part: int) -> None:
         """Backward has computed gradients of the group."""
         if self.pending:
+            self.pending.add(part)
             return
+        self.finish_reduce()  # of a piece before
         if self._keeps_flat:  # the sum moves out of the flat buffer, which stays
             self._widen(keep_bytes=self._held_bytes)
         self._rank.ledger.reserve(self._flat_bytes(), self._label)
-        self.pending = {0}
+        self.pending = {part}
 
     def _flat_bytes(self) -> int:
         return 0 if self._keeps_flat and self.passes else self.group.size.grad_flat_bytes
@@ -58,6 +69,8 @@ class SimulatedGradient:
 
     def begin_reduce(self, present: set[int], contribute: bool = True) -> None:  # noqa: ARG002 (the protocol's signature)
         rank, size = self._rank, self.group.size
+        self._piece = self.passes > 0 and self.present.isdisjoint(present)
+        self.present |= present
         self.pending = set()
         self._reducing = True
         # Each finished gradient was copied into the flat buffer: read once, written once.
@@ -71,7 +84,7 @@ class SimulatedGradient:
 
     def _land(self, after: Task) -> Task:
         """The sum goes to the tier where the update reads it, and is added there to what landed before."""
-        rank, size, index, again = self._rank, self.group.size, self.group.index, self.passes > 0
+        rank, size, index, again = self._rank, self.group.size, self.group.index, self.passes > 0 and not self._piece
         rates = rank.pace.ceilings
         landed = rank.submit(LAND, size.grad_bytes / rates.device_to_host_bytes_per_s, [after], f"land {index}")
         wide_bytes = size.grad_bytes + size.widening_bytes
@@ -103,9 +116,10 @@ class SimulatedGradient:
         elif not self.passes:
             self._held_bytes = incoming
         else:
-            self._widen()
+            if not self._piece:
+                self._widen()
             ledger.release(incoming)
-        self.passes += 1
+        self.passes += not self._piece
 
     def _widen(self, keep_bytes: int = 0) -> None:
         """The sum moves into fp32 memory of its own, to add further passes to."""
@@ -124,5 +138,6 @@ class SimulatedGradient:
         """After the step."""
         self._rank.ledger.release(self._held_bytes)
         self._held_bytes = self.passes = 0
+        self.present.clear()
         self._widened = False
         self.landing = None

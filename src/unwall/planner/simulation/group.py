@@ -16,7 +16,8 @@ class SimulatedGroup:
         self.name = unit.name or unit.entries[0].name
         self.size, self.home = rank.job.sizes[index], rank.job.homes[index]
         self.gathered_numel = layout.padded_numel
-        self.param_count = 1  # nothing here tells parameters apart
+        self.parts = 0
+        """Of its gradient, that are told apart: each is computed at another place of a pass."""
         flat_is_home = self.home.params == "device" and self.size.whole
         self.fetch_bytes = 0 if flat_is_home or self.home.resident else self.size.flat_bytes
         self.updated_in_place = flat_is_home and (rank.alone or rank.job.plan.stage == 0)
@@ -33,6 +34,10 @@ class SimulatedGroup:
         if self.home.tier == "device":
             return (self.size.flat_bytes if self.size.whole else self.size.shard_bytes) + self.size.state_bytes
         return self.size.flat_bytes if self.home.resident else 0
+
+    @property
+    def param_count(self) -> int:
+        return self.parts
 
     @property
     def updating(self) -> bool:

@@ -75,6 +75,10 @@ class RanksAlike:
 
     def together(self) -> None: ...
 
+    @property
+    def settled(self) -> bool:
+        return True
+
 
 class NobodyWatches:
     """A lane without a time line."""

@@ -55,6 +55,12 @@ class Simulation:
             if what == "backward"
             for index in job.stretches[stretch].groups
         }
+        self._parts: dict[tuple[int, int], int] = {}
+        """By group and place: which part of the group's gradient is computed there."""
+        for place, (stretch, what) in enumerate(self._places):
+            for index in job.stretches[stretch].groups if what == "backward" else ():
+                self._parts[index, place] = self.groups[index].parts
+                self.groups[index].parts += 1
         self._teach()
 
     def _teach(self) -> None:
@@ -93,38 +99,39 @@ class Simulation:
         executor, self._last_pass = self.executor, last
         executor.unpin_all()
         executor.trace.begin(True)
-        backward_pins: set[int] = set()
         for place, (number, what) in enumerate(self._places):
             stretch = self.job.stretches[number]
+            reads = stretch.groups if what == "backward" else ()
+            executor.pins.being_read = lambda reads=reads: reads  # type: ignore[misc]
             for index in stretch.groups:
-                if index in backward_pins:
-                    executor.trace.record(index)
+                if what in ("begin", "backward") or executor.pins.is_soft(index):
+                    executor.pin(index)
                 else:
                     executor.use(index)
-                    if what in ("begin", "backward"):
-                        backward_pins.add(index)
-                    else:
-                        executor.release(index)
+                    executor.release(index)
             if what == "begin":
                 continue
             arrivals = [self.groups[index].arrival for index in stretch.groups]
             kept = self._checkpoints.step(stretch.block, what)
             self.rank.compute(self._seconds[place], [*arrivals, kept])
+            executor.pins.being_read = tuple
             if what == "backward":
                 for index in stretch.groups:
-                    self._take_gradient(index)
+                    self._take_gradient(index, place)
                     if self._last_backward[index] == place:
                         if self.gradients[index].pending:
                             executor.reduce(index)
                             self._hand_out()
-                        backward_pins.discard(index)
-                        executor.release(index)
+                        executor.pins.give_up(index)
+        executor.end_pieces()
 
-    def _take_gradient(self, index: int) -> None:
+    def _take_gradient(self, index: int, place: int) -> None:
         gradient = self.gradients[index]
-        if self.job.sizes[index].trainable and not gradient.pending:
-            self.executor.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}")
-            gradient.take()
+        if self.job.sizes[index].trainable:
+            if not gradient.pending:
+                self.executor.make_room_before(gradient.flat_bytes, keep=index)
+                self.executor.make_room(gradient.flat_bytes, f"gradients of {self.groups[index].name}", keep=index)
+            gradient.take(self._parts[index, place])
 
     def _hand_out(self) -> None:
         """Sums that are on their way to where the update runs are used at once where nothing has to be waited for."""

@@ -1,0 +1,63 @@
+"""What an optimizer measures over all of its gradients, on every rank and tier: each element is counted on exactly one rank."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from unwall.optim.norm import total_powers, total_squares
+from unwall.runtime.engine import Engine
+from unwall.shards.squares import counted_part
+
+Held = tuple[Engine, int, set[int]]
+"""A group with gradients, and which of its parameters have one."""
+
+
+def measure(engines: Sequence[Engine], held: list[Held], order: float) -> torch.Tensor:
+    """``[sum of squares (or powers, or the maximum), not finite]`` over all ranks, the loss scale still in."""
+    found = []
+    for engine in engines:
+        device = engine.device.device
+        if order == 2.0:
+            found.append(engine.executor.agreement.sum(total_squares(_pieces(engine, held, measured=True), device)))
+            continue
+        part = total_powers(_pieces(engine, held, measured=False), order, device)
+        found.append(_maximum(engine, part) if math.isinf(order) else engine.executor.agreement.sum(part))
+    total = found[0]
+    for part in found[1:]:
+        part = part.to(total.device)
+        total = torch.maximum(total, part) if math.isinf(order) else total + part
+    return total
+
+
+def _maximum(engine: Engine, part: torch.Tensor) -> torch.Tensor:
+    """The greatest of the ranks' parts, element by element."""
+    if engine.ranks.size == 1:
+        return part
+    engine.together("clip_grad_norm_ with the maximum norm")
+    every = torch.zeros(engine.ranks.size, 2, dtype=part.dtype, device=part.device)
+    every[engine.ranks.rank] = part
+    return engine.ranks.all_reduce_sum(every).amax(0)
+
+
+def _pieces(engine: Engine, held: list[Held], measured: bool) -> Iterator[torch.Tensor]:
+    """This rank's part of each gradient. ``measured``: its sum of squares where that is known."""
+    for owner, index, slots in held:
+        gradient = engine.gradients[index]
+        if owner is not engine:
+            continue
+        gradient.check()
+        if not gradient.held:
+            continue
+        mine = slots == gradient.present  # and not also parameters of another optimizer
+        if measured and mine and gradient.square_sum is not None:
+            yield gradient.square_sum  # measured on its way to the host
+            continue
+        group = engine.groups[index]
+        part = counted_part(gradient.read(), group, engine.ranks.rank)
+        if mine:
+            yield part
+            continue
+        for segment in group.layout.segments(engine.ranks.rank):
+            if segment.slot in slots:
+                yield part[segment.shard_start : segment.shard_start + segment.numel]

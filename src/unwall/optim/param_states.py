@@ -1,0 +1,135 @@
+"""The states of one parameter, to read and to set by hand."""
+
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from unwall.runtime.elements import RunOf, is_local, part_of, put, put_part, shape_of, whole_of
+from unwall.runtime.whole import put_whole
+from unwall.shards.group import Group
+from unwall.shards.master import read_master, write_master
+
+if TYPE_CHECKING:
+    from unwall.optim.sharded import ShardedOptimizer
+
+MASTER = "master"
+
+
+class ParamStates(MutableMapping[str, Any]):
+    """What an optimizer keeps of one parameter, by name, and the parameter in full precision as ``"master"``::
+
+        states = optimizer.states(model.head.weight)
+        states["exp_avg"].norm()
+        states["exp_avg_sq"] = torch.zeros_like(model.head.weight, dtype=torch.float32)
+        states["step"] = 0
+
+    Tensors come whole, as copies on the device, from whatever tier they live on; all ranks read and set them together, and set
+    the same. ``part`` and ``set_part`` are about this rank's elements alone, flat, and need no other rank. ``list(states)``
+    says which there are: the rule's (``exp_avg`` and ``exp_avg_sq`` of AdamW, those of a wrapped optimizer), numbers such as
+    ``step``, and ``master``. States cannot be deleted.
+    """
+
+    def __init__(self, optimizer: "ShardedOptimizer", param: nn.Parameter) -> None:
+        if not any(param is known for known in optimizer._params()):
+            raise KeyError(f"a parameter of shape {tuple(param.shape)} that this optimizer does not update")
+        self._optimizer = optimizer
+        self._param = param
+        self._engine = optimizer._engine_of(param)
+        self._places = self._engine.places[id(param)]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._optimizer._tensor_names(self._param)
+        yield from self._optimizer._numbers_of(self._param)
+        yield MASTER
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        """The whole tensor, or a number."""
+        numbers = self._optimizer._numbers_of(self._param)
+        if name in numbers:
+            return numbers[name]
+        self._look(name)
+        if not is_local(self._engine, self._places):
+            self._engine.together("a whole state of the optimizer")
+        return whole_of(self._engine, self._places, self._reader(name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Sets it, to the same on every rank."""
+        if name in self._optimizer._numbers_of(self._param):
+            self._optimizer._set_number(self._param, name, value)
+            return
+        self._look(name)
+        expected = shape_of(self._engine, self._places)
+        value = torch.as_tensor(value)
+        if value.shape != expected:
+            raise ValueError(f"the parameter's {name!r} has shape {tuple(expected)}, got {tuple(value.shape)}")
+        if name == MASTER:
+            with torch.no_grad():
+                put_whole(self._engine, self._param, value)
+        else:
+            self._changed()
+            put(self._engine, self._places, self._writer(name), value)
+        self._engine.groups[0].pending.staging.close()
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"states cannot be deleted: set {name!r} instead")
+
+    def part(self, name: str) -> torch.Tensor:
+        """This rank's elements, flat, as a copy. They may be none."""
+        self._look(name)
+        return part_of(self._engine, self._places, self._reader(name))
+
+    @torch.no_grad()
+    def set_part(self, name: str, value: torch.Tensor) -> None:
+        """Sets this rank's elements: as many as ``part`` gives."""
+        self._look(name)
+        self._changed()
+        if name != MASTER:
+            put_part(self._engine, self._places, self._writer(name), value)
+        else:
+            whole = part_of(self._engine, self._places, self._reader(name))
+            if value.numel() != whole.numel():
+                raise ValueError(f"this rank keeps {whole.numel()} elements of the parameter, got {value.numel()}")
+            self._set_master_part(value.reshape(-1))
+        self._engine.groups[0].pending.staging.close()
+
+    def _set_master_part(self, flat: torch.Tensor) -> None:
+        self._engine.version += 1
+        segments = [
+            (segment, index)
+            for index, slot in self._places
+            for segment in self._engine.groups[index].owned_segments()
+            if segment.slot == slot
+        ]
+        at = 0
+        for segment, index in sorted(segments, key=lambda entry: entry[0].start):
+            write_master(self._engine.groups[index], segment.shard_start, flat[at : at + segment.numel])
+            self._engine.executor.invalidate(index)
+            at += segment.numel
+
+    def _look(self, name: str) -> None:
+        """Nothing is under way any more. KeyError for what there is not."""
+        if name != MASTER and name not in self._optimizer._tensor_names(self._param):
+            raise KeyError(f"{name!r}: there are {', '.join(self)}")
+        self._engine.finish()
+
+    def _changed(self) -> None:
+        for index, _ in self._places:
+            self._engine.groups[index].generation += 1
+
+    def _reader(self, name: str) -> RunOf:
+        if name == MASTER:
+            return read_master
+        return lambda group: self._run(group, name, write=False)
+
+    def _writer(self, name: str) -> RunOf:
+        return lambda group: self._run(group, name, write=True)
+
+    def _run(self, group: Group, name: str, write: bool) -> torch.Tensor:
+        optimizer = self._optimizer
+        spec = next(spec for spec in optimizer.rule.specs(group) if spec.name == name)
+        return optimizer.own.stores(group, [spec])[spec.key(optimizer.own.owner)].tensor(write)

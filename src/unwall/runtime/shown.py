@@ -1,0 +1,209 @@
+"""Which parameters show a gradient, and what the user has made of their ``.grad``.
+
+[Note: .grad by hand]
+From the end of a backward until ``step`` or ``zero_grad`` a parameter with a gradient shows a ``HeldGrad``
+(runtime/held_grad.py). The user may set ``.grad`` meanwhile, as on a plain model:
+
+None     the gradient is forgotten.
+tensor   it is the gradient from now on, in place of what was held. It counts as it is, and is not averaged over the ranks: as
+         with DistributedDataParallel, every rank sets the same. Where they do not, or only some of them do, that raises.
+
+Nobody is told when that happens. It is found when it matters: at ``step``, when gradients are looked at, and when the next
+backward brings a gradient.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from unwall.runtime.gradients import GradientAccess, Places
+from unwall.runtime.held_grad import HeldGrad
+
+if TYPE_CHECKING:
+    from unwall.runtime.engine import Engine
+
+
+class Shown:
+    """See [Note: .grad by hand]."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.access = GradientAccess(engine)
+        self._engine = engine
+        self._known: tuple[tuple[int, int], dict[Places, nn.Parameter]] = ((0, 0), {})
+        self._marks: dict[Places, object] = {}
+        """Parameters that show a gradient. Each time one is shown it gets another mark."""
+        self._made: dict[Places, HeldGrad] = {}
+        """Kept for the next time: making one takes longer than showing it."""
+        self._had: set[Places] = set()
+        """Parameters that had a gradient since it was last set to None: ``zero_grad(set_to_none=False)`` gives them zeros."""
+        self._zeros: set[Places] = set()
+        """Parameters whose gradient is zero until a backward adds to it."""
+        self._running = False
+        """A backward has brought gradients and has not ended."""
+
+    # -- around a backward --------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Backward has ended: every parameter that has a gradient on some rank shows it."""
+        self._running = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
+                for slot in gradient.present | gradient.pending:
+                    places = self._engine.places.get(id(group.params[slot]))
+                    if places is not None and places not in self._marks:
+                        self._show(places)
+
+    def take(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What autograd has brought for a parameter, taken out of ``.grad``."""
+        if not self._running:
+            self._running = True
+            self._engine.looked_at()
+            if self._marks:
+                self.adopt(but=param)
+        grad = param.grad
+        if not self._marks:
+            param.grad = None
+            return grad
+        places = self._engine.places[id(param)]
+        if isinstance(grad, HeldGrad) and places in self._marks:
+            held = self._made[places]
+            grad, held.incoming = held.incoming, None
+            param.grad = held
+            return grad
+        if places in self._marks:  # the user has cleared it, or put something else there, before autograd added to it
+            self._forget([places])
+        param.grad = None
+        return grad
+
+    # -- what the user does -------------------------------------------------------------------------------------------
+
+    def adopt(self, but: nn.Parameter | None = None) -> None:
+        """Takes what the user has made of ``.grad``. ``but``: a backward has begun and has brought this one."""
+        cleared, given = [], []
+        with torch._C.DisableTorchFunctionSubclass():
+            for places, param in self._params.items():
+                grad = param.grad
+                if grad is None:
+                    if places in self._marks and param is not but:
+                        cleared.append(places)
+                elif param is not but and not (isinstance(grad, HeldGrad) and grad.places == places and not grad.views):
+                    given.append(places)
+        if not cleared and not given:
+            return
+        if but is None:
+            self._engine.looked_at()
+            if self._engine.ranks.size > 1:
+                self._compare(cleared, given)
+        self._forget(cleared)
+        for places in given:
+            grad = self._params[places].grad
+            assert grad is not None
+            value = grad.whole() if isinstance(grad, HeldGrad) else grad
+            self._forget([places])
+            self.access.put(places, value)
+            self._show(places)
+
+    def settle(self) -> None:
+        """Before a step: what the user left in ``.grad`` counts, zeros too."""
+        self.adopt()
+        for places in self._zeros:
+            self.access.hold(places)
+        self._zeros.clear()
+
+    def clear(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
+        """``zero_grad``, after the gradients were forgotten: ``.grad`` is None, or zeros where there was one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in params:
+                if param.grad is not None:
+                    param.grad = None
+                places = self._engine.places.get(id(param))
+                if places is None:
+                    continue
+                if set_to_none:
+                    self._had.discard(places)
+                    self._zeros.discard(places)
+                elif places in self._had:
+                    self._zeros.add(places)
+                    self._show(places)
+
+    def hide(self, every: Iterable[Places | None]) -> None:
+        """Gradients were used, or forgotten."""
+        params = self._params
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be of a class that asks
+            for places in every:
+                if places is not None and self._marks.pop(places, None) is not None:
+                    params[places].grad = None
+
+    def hide_all(self) -> None:
+        self.hide(list(self._marks))
+
+    @property
+    def _params(self) -> dict[Places, nn.Parameter]:
+        """All parameters. Some may come after ``shard``."""
+        engine = self._engine
+        size = (len(engine.groups), len(engine.places))
+        if self._known[0] != size:
+            self._known = size, {places: _param(engine, places) for places in engine.places.values()}
+        return self._known[1]
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _show(self, places: Places) -> None:
+        self._marks[places] = object()
+        self._had.add(places)
+        made, param = self._made.get(places), self._params[places]
+        # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
+        if made is None or sys.getrefcount(made) > 3:
+            made = self._made[places] = HeldGrad.make(self.access, places, self._marks)
+        made.mark = self._marks[places]
+        param.grad = made
+
+    def _forget(self, every: list[Places]) -> None:
+        by_group: dict[int, set[int]] = {}
+        for places in every:
+            self._had.discard(places)
+            self._zeros.discard(places)
+            self.hide([places])
+            for index, slot in places:
+                by_group.setdefault(index, set()).add(slot)
+        for index, slots in by_group.items():
+            self._engine.refuse_if_used(index)
+            self._engine.discard_gradients(index, slots)
+
+    def _compare(self, cleared: list[Places], given: list[Places]) -> None:
+        """ValueError, on every rank, where they have not all done the same."""
+        self._engine.together("gradients set by hand")
+        mine: dict[Places, int | None] = dict.fromkeys(cleared)
+        mine.update({places: _checksum(self._params[places]) for places in given})
+        every: list[dict[Places, int | None]] = self._engine.ranks.every(mine)
+        for places in dict.fromkeys(places for theirs in every for places in theirs):
+            if len({theirs.get(places, "left alone") for theirs in every}) > 1:
+                raise ValueError(
+                    f"the .grad of {_name(self._engine, places)} was set by hand, but not to the same on every rank: set the "
+                    "same tensor (or None) on all ranks, or change this rank's elements with unwall.grads(model).set_part"
+                )
+
+
+def _param(engine: "Engine", places: Places) -> nn.Parameter:
+    return engine.groups[places[0].group].params[places[0].slot]
+
+
+def _name(engine: "Engine", places: Places) -> str:
+    return engine.groups[places[0].group].layout.slots[places[0].slot].name
+
+
+def _checksum(param: nn.Parameter) -> int:
+    """The same for the same bits, whatever order they are added in."""
+    grad = param.grad
+    assert grad is not None
+    values = grad.whole() if isinstance(grad, HeldGrad) else grad.detach()
+    values = values.to_dense() if values.is_sparse else values
+    return int(values.contiguous().view(-1).view(torch.uint8).long().mul_(_weights(values)).sum())
+
+
+def _weights(values: torch.Tensor) -> torch.Tensor:
+    """So that two elements that have changed places are noticed."""
+    return torch.arange(1, values.numel() * values.itemsize + 1, device=values.device) % 65521

@@ -1,0 +1,112 @@
+"""How much of the card groups may take where the plan does not say. Pure decisions over what a probe reads.
+
+[Note: what is left of the card]
+Without ``device_bytes`` a group that was fetched stays for as long as there is room, and how much room there is depends on what
+is not ours: activations, and whatever else the process allocates. So that is measured. At each use of a group the probe says
+what is allocated; what the ledger does not know of is others'. What they hold when a pass begins is theirs, and the rest of the
+card is shared: the most that the last pass of the same kind took of it, and a margin, is left free, what remains is the limit.
+The first pass knows nothing and holds only what it needs, and what it fetches ahead. Where a pass holds more than the last one
+did at the same place (a larger batch, longer samples), the limit goes down in proportion, at once. After an out-of-memory,
+whoever met it, nothing is known any more, and the margin doubles.
+
+The limit only says what to drop: nothing is refused because of it.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol
+
+MARGIN_SHARE = 1 / 16
+"""Of what is shared: what is lost between blocks, and what operations take and give back between two uses."""
+MOST_MARGIN_SHARE = 1 / 4
+STEPS = 64
+"""The limit is a multiple of so small a part of the card, so that ranks whose numbers differ a little decide alike."""
+GROWTH = 1.02
+"""A pass that holds more than this times what the last one did is a larger one."""
+
+
+class Allocated(NamedTuple):
+    """What the allocator says."""
+
+    reserved_bytes: int
+    """What it has of the card."""
+    allocated_bytes: int
+    """What of that is in use."""
+    peak_bytes: int
+    """The most that was in use at once."""
+    failures: int
+    """How often there was not enough."""
+
+
+class Probe(Protocol):
+    """Reads a card. Cheap enough for each use of a group."""
+
+    def free_bytes(self) -> int:
+        """What nobody has of the card."""
+
+    def allocated(self) -> Allocated: ...
+
+
+def limit_of(shared_bytes: int, others_bytes: int | None, margin_share: float, floor_bytes: int) -> int:
+    """What groups, gradients and states may take of what a pass and they share.
+
+    ``others_bytes``: what must be left to others, None where it is not known."""
+    if others_bytes is None:
+        return floor_bytes
+    step = max(1, shared_bytes // STEPS)
+    left = shared_bytes - others_bytes - int(shared_bytes * margin_share)
+    return max(floor_bytes, left // step * step)
+
+
+class Limit:
+    """See [Note: what is left of the card].
+
+    ``ours`` gives the ledger's live bytes. ``floor_bytes``: what is needed in any case.
+    """
+
+    def __init__(self, probe: Probe, ours: Callable[[], int], floor_bytes: int) -> None:
+        self.nbytes = floor_bytes
+        self._probe = probe
+        self._ours = ours
+        self._floor = floor_bytes
+        self._margin_share = MARGIN_SHARE
+        self._known: dict[Hashable, list[int]] = {}
+        """By kind of pass: what others held at each use, beyond what they had at its beginning."""
+        self._kind: Hashable = None
+        self._now: list[int] = []
+        self._growth = 1.0
+        self._shared = self._base = 0
+        self._failures = probe.allocated().failures
+        self._peak = self._before = 0
+
+    def begin(self, kind: Hashable) -> None:
+        """A pass begins; the one before becomes what is known about its kind."""
+        found = self._probe.allocated()
+        if self._now:
+            self._known[self._kind] = self._now
+        if found.failures > self._failures:
+            self._known.clear()
+            self._margin_share = min(MOST_MARGIN_SHARE, 2 * self._margin_share)
+        self._failures = found.failures
+        self._peak, self._before = found.peak_bytes, self._ours()
+        self._base = found.allocated_bytes - self._before
+        self._shared = self._probe.free_bytes() + found.reserved_bytes - self._base
+        self._kind, self._now, self._growth = kind, [], 1.0
+        self._decide()
+
+    def used(self) -> None:
+        """A group is about to be used."""
+        found, ours = self._probe.allocated(), self._ours()
+        others = found.allocated_bytes - ours - self._base
+        if found.peak_bytes > self._peak:  # since the last use, when ours was one or the other
+            others = max(others, found.peak_bytes - max(ours, self._before) - self._base)
+        self._peak, self._before = found.peak_bytes, ours
+        known, place = self._known.get(self._kind, []), len(self._now)
+        self._now.append(others)
+        if place < len(known) and others > GROWTH * known[place] > 0:
+            self._growth = max(self._growth, others / known[place])
+        self._decide()
+
+    def _decide(self) -> None:
+        known = self._known.get(self._kind)
+        others = None if known is None else max(int(self._growth * max(known)), max(self._now, default=0))
+        self.nbytes = limit_of(self._shared, others, self._margin_share, self._floor)

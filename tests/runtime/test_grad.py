@@ -1,0 +1,385 @@
+"""``param.grad`` between backward and step: torch's own functions, and changes by hand, against plain PyTorch."""
+
+import math
+import tempfile
+
+import pytest
+import torch
+from ranks import rank_and_world
+from torch import nn
+
+import unwall
+from unwall.plans import Plan
+from unwall.shards.control import DivergedError
+
+PLACEMENTS = {
+    "device": {"params": "device", "optimizer": "device"},
+    "host": {"params": "host", "optimizer": "host"},
+    "disk": {"params": "disk", "optimizer": "disk"},
+}
+
+
+class Net(nn.Module):
+    """Large and small parameters, a scalar, and one that has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 8))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.body(x) * self.scale
+
+
+def build():
+    torch.manual_seed(0)
+    return Net()
+
+
+def sharded(plan, dtype=torch.float32, **options):
+    model = build()
+    if "disk" in plan.values():
+        plan = {**plan, "disk": tempfile.mkdtemp()}
+    unwall.shard(model, Plan(compute_dtype=dtype, **plan, **options))
+    return model
+
+
+def inputs(step, rank):
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(4, 16)
+
+
+def backward(model, step, rank=0, scale=1.0):
+    (model(inputs(step, rank)).float().square().mean() * scale).backward()
+
+
+def clip_norm(params):
+    return nn.utils.clip_grad_norm_(params, 0.05)
+
+
+def clip_norm_far_away(params):
+    return nn.utils.clip_grad_norm_(params, 1e6)
+
+
+def clip_maximum(params):
+    return nn.utils.clip_grad_norm_(params, 0.01, norm_type=math.inf, foreach=True)
+
+
+def clip_value(params):
+    nn.utils.clip_grad_value_(params, 0.002)
+
+
+def clip_value_foreach(params):
+    nn.utils.clip_grad_value_(params, 0.001, foreach=True)
+
+
+def clip_in_two_calls(params):
+    norm = nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(params, 0.02, norm)
+    return norm
+
+
+def change_in_place(params):
+    for p in params:
+        if p.grad is not None and p.dim() > 1:
+            p.grad.mul_(0.5).add_(p.detach().abs().mul(0).add(0.01))
+            p.grad[0] += 1
+            p.grad.data.view(-1)[3] = -2.0
+            p.grad.t()[1:3].neg_()
+            assert bool(torch.isfinite(p.grad).all())
+
+
+def set_anew(params):
+    for p in params:
+        if p.grad is not None:
+            p.grad = p.grad * 2
+    params[-1].grad = torch.full_like(params[-1].grad, 0.25)
+
+
+def forget_some(params):
+    params[0].grad = None
+    params[3].grad = None
+
+
+def log(params):
+    return torch.stack([p.grad.abs().mean() + p.grad.float().norm() for p in params if p.grad is not None]).sum()
+
+
+CHANGES = [
+    clip_norm,
+    clip_norm_far_away,
+    clip_maximum,
+    clip_value,
+    clip_value_foreach,
+    clip_in_two_calls,
+    change_in_place,
+    set_anew,
+    forget_some,
+    log,
+]
+
+
+def follow(plan, dtype, stage):
+    """One step after each change, beside the same change and step in plain PyTorch. Gives what differs."""
+    rank, world = rank_and_world()
+    model = sharded(PLACEMENTS[plan], dtype, stage=stage)
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    masters = [nn.Parameter(value) for value in values(model, optimizer)]
+    plain = torch.optim.AdamW(masters, lr=1e-2)
+    rel, wrong = 1e-6 if world == 1 or dtype is torch.float32 else 1e-2, []
+    for step, change in enumerate(CHANGES):
+        backward(model, step, rank)
+        params = list(model.parameters())
+        grads = [None if p.grad is None else p.grad.clone() for p in params]
+        assert [grad is None for grad in grads] == [name == "unused" for name, _ in model.named_parameters()]
+        if dtype is torch.float32 and step == 0:
+            wrong += [f"gradient {at}" for at, (a, b) in enumerate(zip(grads, averaged(world), strict=True)) if not near(a, b)]
+        twins = [nn.Parameter(p.detach().clone().to(p.dtype)) for p in params]
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad
+        said, expected = change(params[:-1]), change(twins[:-1])
+        if said is not None and not near(said, expected, rel):
+            wrong.append(f"{change.__name__}: {said}, plain PyTorch {expected}")
+        for at, (p, twin, master) in enumerate(zip(params, twins, masters, strict=True)):
+            if not near(None if p.grad is None else p.grad.clone(), twin.grad, rel):
+                wrong.append(f"{change.__name__}: the gradient of parameter {at}")
+            master.grad = None if twin.grad is None else twin.grad.float()
+        optimizer.step()
+        plain.step()
+        assert all(p.grad is None for p in params)
+        for at, (mine, master) in enumerate(zip(values(model, optimizer), masters, strict=True)):
+            if not near(mine, master, max(rel, 1e-5)):
+                wrong.append(f"{change.__name__}: parameter {at} after the step")
+            master.data = mine
+    return wrong
+
+
+def values(model, optimizer):
+    return [optimizer.states(p)["master"].float() for p in model.parameters()]
+
+
+def averaged(world):
+    """The gradients of plain PyTorch, averaged over the ranks."""
+    total = None
+    for rank in range(world):
+        replica = build()
+        backward(replica, 0, rank)
+        grads = [p.grad for p in replica.parameters()]
+        total = grads if total is None else [a if a is None else a + b for a, b in zip(total, grads, strict=True)]
+    return [grad if grad is None else grad / world for grad in total]
+
+
+def near(got, expected, rel=1e-5):
+    if got is None or expected is None:
+        return got is expected
+    difference = float((got.double() - expected.detach().double()).norm())
+    return difference <= rel * float(expected.detach().double().norm()) + 1e-30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", PLACEMENTS)
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 3), (2, 0)])
+def test_what_torch_does_to_gradients(ranks, world, stage, plan, dtype):
+    for wrong in ranks(world).run(follow, plan, dtype, stage):
+        assert wrong == []
+
+
+def loops(kind, plan):
+    """Loops that do not look like the usual one. Gives the state after them."""
+    rank, world = rank_and_world()
+    model = sharded(PLACEMENTS[plan]) if plan else build()
+    adamw = unwall.AdamW if plan else torch.optim.AdamW
+    optimizer = adamw(model.parameters(), lr=1e-2)
+    for step in range(3):
+        globals()[kind](model, optimizer, step, rank if plan else None, world)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def losses(model, step, rank, world):
+    """One backward with this rank's batch; in plain PyTorch with all of them."""
+    every = range(world) if rank is None else [rank]
+    return sum(model(inputs(step, one)).square().mean() for one in every) / len(every)
+
+
+def cleared_by_hand(model, optimizer, step, rank, world):
+    losses(model, 10 + step, rank, world).backward()
+    loss = losses(model, step, rank, world)
+    for p in model.parameters():
+        p.grad = None
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipped_before_another_backward(model, optimizer, step, rank, world):
+    losses(model, 10 + step, rank, world).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    losses(model, step, rank, world).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def zeros_count(model, optimizer, step, rank, world):
+    """A parameter without a gradient in this backward is decayed, because its gradient is zero and not None."""
+    if step == 0:
+        losses(model, step, rank, world).backward()
+    else:
+        losses(model.body, step, rank, world).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    assert float(model.scale.grad) == 0.0
+    assert model.unused.grad is None
+    if step == 1:
+        model.zero_grad(set_to_none=False)
+        assert float(model.body[0].weight.grad.abs().sum()) == 0.0
+
+
+def given_by_autograd_grad(model, optimizer, step, rank, world):
+    params = [p for p in model.parameters() if p is not model.unused]
+    grads = torch.autograd.grad(losses(model, step, None, world), params)
+    assert all(p.grad is None for p in params)
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def some_inputs_only(model, optimizer, step, rank, world):
+    losses(model, step, rank, world).backward(inputs=[model.body[2].weight, model.scale])
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["scale", "body.2.weight"]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+LOOPS = [cleared_by_hand, clipped_before_another_backward, zeros_count, given_by_autograd_grad, some_inputs_only]
+
+
+@pytest.mark.parametrize("plan", PLACEMENTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_loops_that_set_grad(ranks, world, plan):
+    for kind in LOOPS:
+        got = ranks(world).run(loops, kind.__name__, plan)[0]
+        expected = ranks(world).run(loops, kind.__name__, None)[0]
+        assert [name for name in expected if not near(got[name], expected[name])] == [], kind.__name__
+
+
+def scaled(plan, dtype):
+    """torch's GradScaler, with clipping, and a step that overflows."""
+    rank, _ = rank_and_world()
+    model = sharded(PLACEMENTS[plan], dtype) if plan else build()
+    adamw = unwall.AdamW if plan else torch.optim.AdamW
+    optimizer = adamw(model.parameters(), lr=1e-2, eps=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scales, norms = [], []
+    for step in range(5):
+        loss = model(inputs(step, rank)).float().square().mean()
+        if step == 2 and rank == 0:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        if step != 1:
+            scaler.unscale_(optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", PLACEMENTS)
+def test_the_grad_scaler_of_torch(ranks, plan, dtype):
+    scales, norms, state = scaled(plan, dtype)
+    expected_scales, expected_norms, expected = scaled(None, torch.float32)
+    assert scales == expected_scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
+    rel = 1e-5 if dtype is torch.float32 else 3e-2
+    kept = [(a, b) for a, b in zip(norms, expected_norms, strict=True) if math.isfinite(b)]
+    assert all(abs(a - b) <= rel * b for a, b in kept)
+    assert [name for name in expected if not near(state[name], expected[name], rel)] == []
+    assert {tuple(one[0]) for one in ranks(2).run(scaled, plan, dtype)} == {tuple(expected_scales)}
+
+
+def not_the_same(kind):
+    """One rank does something else to its gradients than the other. Gives what each of them is told."""
+    rank, _ = rank_and_world()
+    model = sharded(PLACEMENTS["host"])
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    backward(model, 0, rank)
+    weight = model.body[0].weight
+    if kind == "other values":
+        weight.grad = torch.full_like(weight, 1.0 + rank)
+    elif kind == "only one sets" and rank == 0:
+        weight.grad = torch.ones_like(weight)
+    elif kind == "only one reads" and rank == 0:
+        try:
+            weight.grad.sum()
+        except DivergedError as error:
+            return str(error)
+    try:
+        optimizer.step()
+        backward(model, 1, rank)
+    except (ValueError, DivergedError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [("other values", "body.0.weight was set by hand"), ("only one sets", "same point"), ("only one reads", "same point")],
+)
+def test_ranks_that_differ_are_told(ranks, kind, match):
+    assert all(match in told for told in ranks(2).run(not_the_same, kind))
+
+
+def summed(op, dtype):
+    rank, _ = rank_and_world()
+    model = sharded(PLACEMENTS["host"], dtype, reduce_op=op)
+    backward(model, 0, rank)
+    return {name: grad.float() for name, grad in unwall.grads(model).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_sum_instead_of_the_mean(ranks, dtype):
+    mean, total = (ranks(2).run(summed, op, dtype)[1] for op in ("mean", "sum"))
+    assert list(total) == [name for name, _ in build().named_parameters() if name != "unused"]
+    assert all(near(total[name], 2 * mean[name], 1e-2 if dtype is torch.float16 else 1e-6) for name in mean)
+
+
+def test_a_gradient_that_is_gone_says_so():
+    model = sharded(PLACEMENTS["host"])
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    backward(model, 0)
+    kept, copied = model.scale.grad, model.scale.grad.clone()
+    view = kept.view(1)
+    optimizer.step()
+    backward(model, 1)
+    for old in (kept, view):
+        with pytest.raises(RuntimeError, match="this gradient is gone"):
+            old.norm()
+    assert model.scale.grad is not kept
+    assert float(model.scale.grad) != float(copied)
+
+
+def test_gradients_used_in_backward_cannot_be_changed():
+    model = sharded(PLACEMENTS["host"])
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+    backward(model, 0)
+    model.scale.grad.norm()
+    with pytest.raises(RuntimeError, match="update_in_backward=True has updated"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def test_printing_and_converting():
+    model = sharded(PLACEMENTS["disk"])
+    backward(model, 0)
+    plain = build()
+    backward(plain, 0)
+    grad, expected = model.body[4].bias.grad, plain.body[4].bias.grad
+    assert repr(grad).startswith("tensor([")
+    assert torch.allclose(torch.tensor(grad.tolist()), expected)
+    assert torch.allclose(torch.from_numpy(grad.numpy()), expected)
+    assert torch.allclose(grad.cpu().double(), expected.double())
+    assert torch.allclose(expected.clone().copy_(grad), expected)
+    assert [tuple(part.shape) for part in grad.split(4)] == [(4,), (4,)]
