@@ -1,9 +1,11 @@
 """unwall: train models far larger than the accelerator's memory, without touching the model's code."""
 
 from unwall._version import __version__
-from unwall.api import full_params, init, no_sync, plan, probe, profile, shard, stats
+from unwall.api import from_pretrained, full_params, init, no_sync, plan, probe, profile, shard, stats
 from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.load_weights import load_weights
 from unwall.checkpoint.public import load, save
+from unwall.checkpoint.weights_out import export_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.ema import ema
 from unwall.optim.wrap import wrap
@@ -22,10 +24,13 @@ __all__ = [
     "PlanError",
     "__version__",
     "ema",
+    "export_weights",
+    "from_pretrained",
     "full_params",
     "grads",
     "init",
     "load",
+    "load_weights",
     "no_sync",
     "plan",
     "probe",

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unwall.checkpoint.agree import agree
+from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
@@ -61,6 +63,35 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     arrange_activations(made, model)
     watch(made)
     _guard_plain_optimizers()
+    load_waiting(model)
+    return model
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    plan: Plan | None = None,
+    mesh: DeviceMesh | None = None,
+    auto_class: Any = None,
+    dtype: torch.dtype | str | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """A sharded model from a directory that ``save_pretrained`` of ``transformers`` wrote. It never exists whole.
+
+    ``auto_class``: ``AutoModelForCausalLM`` and the like, or a model's class; by default the class that wrote the directory.
+    ``dtype``: what the parameters are in, by default what the config says. ``overrides`` are fields of the config. What the
+    files do not hold is initialised, with a warning. As in ``transformers`` the model is in evaluation mode: call ``train()``.
+    """
+    from unwall.checkpoint.pretrained import build_empty, initialize_missing  # transformers is imported for this alone
+
+    ranks, error = Ranks(_process_group(mesh)), None
+    try:
+        model = build_empty(path, auto_class, dtype, overrides)
+        keys = load_weights(model, path, strict=False)
+    except Exception as found:
+        error = found
+    agree(ranks, error, f"from_pretrained({os.fspath(path)!r})")
+    shard(model, plan, mesh)
+    initialize_missing(model, path, keys.missing_keys, keys.unexpected_keys)
     return model
 
 

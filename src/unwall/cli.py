@@ -136,6 +136,41 @@ def _plan(
         console.print(dry_run_table(checked))
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them: then the newest complete one.")],
+    out: Annotated[Path, typer.Argument(help="The directory to write.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32. Default: what the model was given in.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="The largest file, such as 5GB.")] = "5GB",
+) -> None:
+    """Write a checkpoint's weights as a directory that transformers loads. Needs no accelerator and little memory."""
+    with _said_plainly():
+        from unwall.checkpoint.offline import export_checkpoint
+        from unwall.planner.read import read_dtype
+
+        for path in export_checkpoint(checkpoint, out, read_dtype(dtype), max_shard_size):
+            typer.echo(str(path))
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of them: then the newest complete one.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and check its checksums.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what is in a checkpoint: step, tensors, bytes per file, the plan it was written with."""
+    with _said_plainly():
+        from unwall.checkpoint.inspection import inspect_checkpoint, tables
+
+        found = inspect_checkpoint(checkpoint, verify)
+        if as_json:
+            print(json.dumps(found.to_dict(), indent=2))
+        else:
+            _console().print(tables(found))
+
+
 def _console() -> Any:
     from rich.console import Console
 
@@ -144,7 +179,8 @@ def _console() -> Any:
 
 @contextmanager
 def _said_plainly() -> Iterator[None]:
-    """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where nothing fits."""
+    """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where the
+    answer is no (nothing fits, a checkpoint is damaged)."""
     try:
         yield
         sys.stdout.flush()
@@ -154,7 +190,8 @@ def _said_plainly() -> Iterator[None]:
     except (ValueError, RuntimeError, OSError) as error:
         options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", str(error))
         typer.echo(f"unwall: {options}", err=True)
-        raise typer.Exit(code=1 if type(error).__name__ == "DoesNotFitError" else 2) from None
+        refused = type(error).__name__ in ("DoesNotFitError", "CheckpointError")
+        raise typer.Exit(code=1 if refused else 2) from None
 
 
 @contextmanager

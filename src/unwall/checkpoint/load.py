@@ -15,7 +15,7 @@ from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.generators import write_generators
 from unwall.checkpoint.manifest import Manifest
 from unwall.checkpoint.matching import Matched, match
-from unwall.checkpoint.meeting import Meeting, together
+from unwall.checkpoint.meeting import Meeting
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
 from unwall.checkpoint.reader import CheckpointFiles
@@ -50,7 +50,7 @@ class _Prepared:
 def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     """See ``unwall.load``."""
     error: BaseException | None = finish_pending(engine)
-    together(engine, "load")
+    engine.executor.together("load")
     meeting = Meeting(engine.ranks)
     meeting.agree(error)
     prepared = _prepare(Path(path), engine, meeting, model, optimizer)
@@ -139,6 +139,8 @@ def _restore(engine: Engine, prepared: _Prepared) -> None:
     for group in engine.groups:
         engine.executor.invalidate(group.index)
         increment_version(group.params)
+    restored = {*names.params, *names.buffers}
+    engine.unwritten = {key: name for key, name in engine.unwritten.items() if name not in restored}
     if optimizer is not None:
         assert prepared.manifest.optimizer is not None
         apply_entry(prepared.manifest.optimizer, optimizer, names.of, prepared.small.__getitem__)

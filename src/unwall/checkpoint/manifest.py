@@ -128,6 +128,8 @@ class Manifest:
     """Of each rank, as trees: ``rng``; ``extra`` and ``modules`` where they are not those of rank 0."""
     plan: str = ""
     """Of whoever wrote it, for people to read."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Class, config and generation config of the model (model_card.py), for exports."""
     saved_at: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -192,6 +194,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         "step": manifest.step,
         "world_size": manifest.world_size,
         "plan": manifest.plan,
+        "model": dict(manifest.model),
         "files": [
             {"name": name, "nbytes": entry.nbytes, "header_bytes": entry.header_bytes, "header_crc": entry.header_crc}
             for name, entry in manifest.files.items()
@@ -254,6 +257,7 @@ def _from_json(content: Any) -> Manifest:
         ),
         ranks=tuple(content["ranks"]),
         plan=content["plan"],
+        model=content.get("model", {}),
         saved_at=content["saved_at"],
         versions=content["versions"],
     )

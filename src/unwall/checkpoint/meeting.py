@@ -2,27 +2,22 @@
 
 import atexit
 import datetime
-import inspect
-from collections.abc import Callable
-from typing import Any
+import pickle
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch
 
 from unwall.checkpoint.errors import CheckpointError
-from unwall.runtime.engine import Engine
-from unwall.shards.collectives import Ranks
+from unwall.shards.collectives import Ranks, host_group
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 TIMEOUT = datetime.timedelta(hours=1)
 """For the slowest rank to have written its part. A rank that died is noticed at once."""
 
-_groups: dict["dist.ProcessGroup", "dist.ProcessGroup"] = {}
+_groups: "dict[dist.ProcessGroup, Any]" = {}
 atexit.register(_groups.clear)  # see _let_go_of_groups in shards/collectives.py
-
-
-def together(engine: Engine, what: str) -> None:
-    """All ranks have come to ``what``. DivergedError, instead of a hang, where one of them has not."""
-    call: Callable[..., None] = engine.executor.together
-    call(*([what] if inspect.signature(call).parameters else []))
 
 
 class Meeting:
@@ -31,21 +26,29 @@ class Meeting:
     def __init__(self, ranks: Ranks) -> None:
         self.rank = ranks.rank
         self.size = ranks.size
-        self._group = None if ranks.size == 1 else _group(ranks)
+        self._group: Any = None if ranks.size == 1 else _group(ranks)
 
     def every(self, thing: Any) -> list[Any]:
         """Every rank's object, by rank."""
         if self._group is None:
             return [thing]
-        found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, thing, group=self._group)
+            return [pickle.loads(part) for part in self._gathered(pickle.dumps(thing))]
         except RuntimeError as error:
             raise CheckpointError(
                 f"rank {self.rank} waited for another rank to write or read its part of a checkpoint, and it did not answer: "
                 f"did it fail? ({error})"
             ) from error
-        return found
+
+    def _gathered(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, by rank."""
+        sizes = torch.empty(self.size, dtype=torch.int64)
+        self._group._allgather_base(sizes, torch.tensor([len(mine)])).wait()
+        longest = int(sizes.max())
+        whole = torch.empty(self.size * longest, dtype=torch.uint8)
+        part = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
+        self._group._allgather_base(whole, part).wait()
+        return [row[:size].numpy().tobytes() for row, size in zip(whole.view(self.size, -1), sizes.tolist(), strict=True)]
 
     def agree(self, error: BaseException | None, thing: Any = None) -> list[Any]:
         """Every rank's object, if all of them have one. Otherwise each rank raises its own error, or what the others' are."""
@@ -68,11 +71,10 @@ def _told(error: BaseException) -> tuple[str, str]:
     return kind, f"{type(error).__name__}: {error}"
 
 
-def _group(ranks: Ranks) -> "dist.ProcessGroup":
+def _group(ranks: Ranks) -> Any:
     """One for all models over the same ranks: each costs threads and sockets."""
     group = ranks._group
     assert group is not None
     if group not in _groups:
-        members = dist.get_process_group_ranks(group)
-        _groups[group] = dist.new_group(members, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
+        _groups[group] = host_group(group, "checkpoints", TIMEOUT)
     return _groups[group]

@@ -3,7 +3,6 @@
 import datetime
 import errno
 import os
-import sys
 import threading
 import time
 import weakref
@@ -13,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall._version import __version__
 from unwall.checkpoint.contents import Contents, Small, make_contents, take_small
 from unwall.checkpoint.directory import Claimed, claim
 from unwall.checkpoint.errors import CheckpointError
-from unwall.checkpoint.meeting import Meeting, together
+from unwall.checkpoint.meeting import Meeting
+from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
@@ -98,7 +99,7 @@ def save_engine(
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
     error = finish_pending(engine)
-    together(engine, "save")
+    engine.executor.together("save")
     meeting = Meeting(engine.ranks)
     meeting.agree(error)
     save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
@@ -142,7 +143,7 @@ def _prepare(
         assert names is not None
         assert small is not None
         directory = Path(answers[0][1])
-        contents = _contents(engine, meeting, names, trained, small, [digests for digests, _ in answers], directory)
+        contents = _contents(engine, model, meeting, names, trained, small, [digests for digests, _ in answers], directory)
     except BaseException:
         if claimed is not None:
             claimed.discard()
@@ -152,6 +153,7 @@ def _prepare(
 
 def _contents(
     engine: Engine,
+    model: nn.Module,
     meeting: Meeting,
     names: Names,
     optimizer: ShardedOptimizer | None,
@@ -165,7 +167,8 @@ def _contents(
     try:
         notes = {
             "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "versions": {"unwall": str(getattr(sys.modules["unwall"], "__version__", "")), "torch": str(torch.__version__)},
+            "versions": {"unwall": __version__, "torch": str(torch.__version__)},
+            "model": describe_model(model),
         }
         contents = make_contents(engine, names, optimizer, small, digests, notes)
         if not directory.is_dir():

@@ -322,6 +322,11 @@ def building() -> bool:
     return _active
 
 
+def is_paged(param: nn.Parameter) -> bool:
+    """Whether its value waits here for ``shard``."""
+    return param in _pages
+
+
 def whole_value(param: nn.Parameter) -> torch.Tensor | None:
     """What ``shard`` starts from: the value from ``init``, the parameter itself, or None for a meta parameter."""
     found = _pages.pop(param, None)
