@@ -20,7 +20,7 @@ from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
 from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
-from unwall.runtime.engine import Engine
+from unwall.runtime.engine import Engine, forget_interrupted
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import Pager, Shelf, building, whole_value
 from unwall.runtime.meta_buffers import fill_meta_buffers
@@ -55,6 +55,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     _check_model(model)
     unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
     unwritten |= fill_meta_buffers(model)
+    forget_interrupted()
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
     ranks = Ranks(_process_group(mesh), device.device.type)
     room = smallest(ranks.every(room_on(device.device, plan)))

@@ -105,6 +105,7 @@ class Engine:
         """The names of parameters (by id) and buffers (by the id of their module and their name in it) that came from the meta
         device, and that nothing was written to yet."""
         self.failures = FailureDomain()
+        _live.add(self)
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
 
@@ -276,3 +277,15 @@ class Engine:
             yield
         finally:
             self.backward.sync = before
+
+
+_live: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+def forget_interrupted() -> None:
+    """Passes that ended with an interrupt, of which nothing has told: where there are other ranks they hear of it now, before
+    they meet at something else."""
+    for engine in sorted(_live, key=lambda engine: engine.ranks.control.model):
+        if engine.ranks.size > 1:
+            engine.forward.forget_interrupted()
+            engine.backward.forget_interrupted()

@@ -145,6 +145,7 @@ class Standing:
             else:
                 raise RuntimeError("the others have used its part of a norm in a step")
         self._parting = self._control.begin_exchange(self._row(FAILED, 0, flags=flags))
+        self._control.watch.parting = WeakMethod(self.rejoin)
         if self._control.wait(self._parting.work, "an error of its own", PATIENCE_S):
             self.rejoin()
 
@@ -165,7 +166,7 @@ class Standing:
             return
         self._control.wait(self._parting.work, "the end of a pass that failed")
         rows = [Row(*row) for row in self._parting.rows()]
-        self._parting = None
+        self._parting = self._control.watch.parting = None
         self._learn(rows)
 
     def _learn(self, rows: list[Row]) -> DivergedError:

@@ -90,7 +90,10 @@ class Control:
     # -- words --------------------------------------------------------------------------------------------------------
 
     def begin_exchange(self, words: Sequence[int]) -> Exchange:
-        """Sends this rank's words."""
+        """Sends this rank's words. Not before an exchange that another model of this rank has begun has ended."""
+        parting = None if self._watch is None or self._watch.parting is None else self._watch.parting()
+        if parting is not None:
+            parting()
         self.exchanges += 1
         every = torch.empty(self.size * len(words), dtype=torch.int64)
         return Exchange(self.all_gather(every, torch.tensor(words, dtype=torch.int64)), every, self.size)

@@ -62,6 +62,8 @@ class Watch:
         """Says where this rank is, for the others."""
         self.stuck: weakref.WeakSet[Stuck] = weakref.WeakSet()
         """Told when the ranks cannot go on, on the thread that looks."""
+        self.parting: weakref.WeakMethod[Callable[[], None]] | None = None
+        """Ends the exchange in which the others learn of this rank's fault, while that is under way."""
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
