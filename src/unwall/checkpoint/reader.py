@@ -31,7 +31,7 @@ from unwall.checkpoint.validation import check_files
 THREADS = 4
 TRIED_FROM = 24
 """How many blocks there must be for it to pay to try both ways."""
-CACHE_WORTH = 1.6
+CACHE_WORTH = 1.2
 """How many times longer a first reading through the page cache may take, because a second one costs little then."""
 GAP_BYTES = 64 << 10
 """What lies between two runs is read with them when it is at most this."""
