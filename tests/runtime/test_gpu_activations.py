@@ -10,7 +10,7 @@ import unwall
 from unwall.nn import linear_cross_entropy
 from unwall.runtime import saved_on_host
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 WIDTH = 1024
 
 

@@ -135,6 +135,7 @@ def test_the_file_goes_with_the_model(tmp_path):
     model, optimizer = start(SETUP, DISK, str(tmp_path))
     trained(model, optimizer=optimizer)
     assert len(list(tmp_path.iterdir())) == 1
+    unwall.api.engine(model).finish()  # an update in flight keeps its model
     del model, optimizer
     gc.collect()
     assert list(tmp_path.iterdir()) == []

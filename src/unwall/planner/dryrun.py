@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from unwall.optim.adamw import AdamW
 from unwall.planner.choose import ChosenPlan
@@ -27,6 +28,7 @@ from unwall.shards.build import Room
 from unwall.shards.layout import SLOT_BYTES, Layout
 from unwall.shards.placement import Home, Sizes
 from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
+from unwall.shards.watch import Watch
 from unwall.tiers.block import Block, MemoryBlock
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.disk import DiskTier
@@ -110,12 +112,14 @@ def fake_ranks(rank: int, ranks: int) -> "Iterator[dist.ProcessGroup | None]":
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     world = dist.group.WORLD
     assert world is not None
-    # The announcements would go over a gloo group, which needs real ranks to meet.
-    collectives._controls[world] = dist.new_group(list(range(ranks)), backend="fake")
+    # The announcements would go over a gloo group, which needs real ranks to meet. There is nobody to watch either.
+    watch = Watch(HashStore(), rank, size=1)
+    collectives._controls[world] = dist.new_group(list(range(ranks)), backend="fake"), watch
     try:
         yield world
     finally:
         collectives._controls.pop(world, None)
+        watch.let_go()
         dist.destroy_process_group()
 
 

@@ -1,8 +1,10 @@
 """The calls of a sharded model's modules: which groups they read, and what their backward will need."""
 
+import os
 import sys
 from collections.abc import Callable
 from threading import current_thread, get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -60,7 +62,7 @@ class Forward:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
         if self._frames:
             if self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
-                self._turn.begin("a forward", sys._getframe(2))  # returns when theirs are over
+                self._turn.begin("a forward", _caller())  # returns when theirs are over
                 self._frames.clear()
             elif module is self._frames[0].module:
                 self.forget_interrupted()
@@ -69,7 +71,7 @@ class Forward:
             if self.saved.watching:
                 self.saved.cover()
         else:
-            caller = sys._getframe(2)  # the call of the hook that called this
+            caller = _caller()
             if torch._C._current_graph_task_id() == -1:
                 if not self._turn.is_mine(caller):
                     self._turn.begin("a forward", caller)
@@ -206,3 +208,14 @@ class Forward:
 def _deferred(tell: Callable[[Call], None], call: Call) -> None:
     with interrupts.deferred:
         tell(call)
+
+
+def _caller() -> FrameType:
+    """The call of the hook that called ``enter``. Of a compiled module's hook dynamo has a frame in between."""
+    found = sys._getframe(3)
+    while found.f_back is not None and found.f_code.co_filename.endswith(_DYNAMO):
+        found = found.f_back
+    return found
+
+
+_DYNAMO = os.path.join("_dynamo", "eval_frame.py")

@@ -4,7 +4,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -91,10 +91,16 @@ class Leave(Hook):
         return output
 
 
-# Read by dynamo: it runs these as they are instead of tracing into them. (torch.compiler.disable does the same, but imports
-# all of dynamo at once.)
-Enter.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-Leave.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+AnyHook = TypeVar("AnyHook", bound=Hook)
+
+
+@functools.cache
+def _opaque(kind: type[AnyHook]) -> type[AnyHook]:
+    """The same hook for a compiled module: dynamo runs it, and all that it calls, as it is instead of tracing into it."""
+    import torch._dynamo  # heavy, and there already where something is compiled
+
+    call: Any = kind.__call__
+    return type(kind.__name__, (kind,), {"__call__": torch._dynamo.disable(call)})
 
 
 class Saving(Hook):
@@ -213,8 +219,9 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
         if isinstance(leave, Leave) and leave.engine is engine:
             leave.casts = casts
     if not tied:
-        module.register_forward_pre_hook(Enter(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
-        module.register_forward_hook(Leave(engine, casts), with_kwargs=True, always_call=True)
+        before, after = (_opaque(Enter), _opaque(Leave)) if unit else (Enter, Leave)
+        module.register_forward_pre_hook(before(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
+        module.register_forward_hook(after(engine, casts), with_kwargs=True, always_call=True)
 
 
 def _watch_lookups(engine: Engine, module: nn.Module) -> None:

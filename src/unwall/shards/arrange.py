@@ -6,6 +6,9 @@ must be on the device at once. Where that does not fit, smaller groups may: half
 modules. So a budget that is larger than an accepted one is accepted, too.
 """
 
+from dataclasses import replace
+from typing import Any
+
 from torch import nn
 
 from unwall.plans import Plan, PlanError
@@ -15,6 +18,8 @@ from unwall.shards.layout import Layout
 from unwall.shards.placement import Home, Sizes, place
 
 Planned = list[tuple[Unit, Layout]]
+_TIERS = ("device", "host", "disk")
+_TRIES = 16
 
 
 def arrange(
@@ -25,6 +30,32 @@ def arrange(
 
     ``room``: what the plan says, or what the machine has.
     """
+    try:
+        return _arrange(model, plan, world_size, room, cuts)
+    except PlanError as refusal:
+        raise _tried(refusal, model, plan, world_size, room, cuts) from None
+
+
+def _tried(refusal: PlanError, model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> PlanError:
+    """The same refusal, with a budget that was tried: with more room, groups may be placed otherwise and need more yet."""
+    tier, named = refusal.lack
+    needed, field = named, f"{_TIERS[tier]}_bytes"
+    for _ in range(_TRIES):
+        given: dict[str, Any] = {field: needed}
+        try:
+            _arrange(model, replace(plan, **given), world_size, replace(room, **given), cuts)
+        except PlanError as again:
+            if again.lack[0] != tier or again.lack[1] <= needed:
+                break  # of another tier there is too little, too
+            needed = again.lack[1]
+        else:
+            break
+    error = PlanError(str(refusal).replace(f"{field}={named})", f"{field}={needed})"))
+    error.lack = tier, needed
+    return error
+
+
+def _arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> tuple[Planned, list[Sizes], list[Home]]:
     planned = plan_groups(model, plan, world_size, cuts)
     refusals: list[PlanError] = []
     total_bytes = sum(unit.nbytes for unit, _ in planned)
