@@ -1,56 +1,52 @@
 """Trainings that are killed again and again, at any moment, and go on from their newest complete checkpoint."""
 
+import contextlib
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import fork_context
 
 import unwall
 
 STEPS = 12
 KILLS = {1: 6, 2: 4}
 """Of each training, by its number of ranks: forty in all, over four placements and two numbers of ranks."""
-TRAIN = """
-import os, sys
-import torch
-import torch.distributed as dist
-import unwall
 
-rank, world, folder, where, steps = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
-torch.set_num_threads(1)
-if world > 1:
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[6]}", rank=rank, world_size=world)
-tiers = {"mixed": dict(params="host", optimizer="disk")}.get(where, dict(params=where, optimizer=where))
-torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(6)])
-unwall.shard(model, unwall.Plan(**tiers, disk=os.path.join(folder, "tier")))
-optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
-saved = os.path.join(folder, "saved")
-step = 0
-if os.path.isdir(saved):
-    try:
-        step = unwall.load(saved, model, optimizer)["step"]
-    except FileNotFoundError:
-        pass
-print("begins", step, flush=True)
-while step < steps:
-    torch.manual_seed(100 * step + rank)
-    loss = model(torch.randn(4, 96)).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    step += 1
-    print("loss", step, loss.item().hex(), flush=True)
-    unwall.save(saved, model, optimizer, extra={"step": step}, keep=2, block=step % 2 == 0)
-unwall.save(saved, model, optimizer, extra={"step": step}, keep=2)
-print("done", flush=True)
-os._exit(0)
-"""
+
+def train(rank, world, folder, where, store, log):
+    """One rank of a training, until it is done or killed."""
+    for path, descriptor in ((log, 1), (folder / "errors", 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    tiers = {"mixed": {"params": "host", "optimizer": "disk"}}.get(where, {"params": where, "optimizer": where})
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(96, 96) for _ in range(6)])
+    unwall.shard(model, unwall.Plan(**tiers, disk=folder / "tier"))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    saved, step = folder / "saved", 0
+    if saved.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            step = unwall.load(saved, model, optimizer)["step"]
+    print("begins", step, flush=True)
+    while step < STEPS:
+        torch.manual_seed(100 * step + rank)
+        loss = model(torch.randn(4, 96)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        print("loss", step, loss.item().hex(), flush=True)
+        unwall.save(saved, model, optimizer, extra={"step": step}, keep=2, block=step % 2 == 0)
+    unwall.save(saved, model, optimizer, extra={"step": step}, keep=2)
+    print("done", flush=True)
+    os._exit(0)
 
 
 class Training:
@@ -58,19 +54,13 @@ class Training:
 
     def __init__(self, folder, where, world, number):
         (folder / "tier").mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {
-            "PYTHONPATH": str(Path(unwall.__file__).parent.parent),
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
         self.logs = [folder / f"log-{number}-{rank}" for rank in range(world)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            command = [sys.executable, "-c", TRAIN, rank, world, folder, where, STEPS, folder / f"store-{number}"]
-            with log.open("w") as out, (folder / "errors").open("a") as errors:
-                self.processes.append(
-                    subprocess.Popen([str(part) for part in command], env=environment, stdout=out, stderr=errors)
-                )
+            log.touch()
+            arguments = (rank, world, folder, where, folder / f"store-{number}", log)
+            self.processes.append(fork_context().Process(target=train, args=arguments))
+            self.processes[-1].start()
 
     def lines(self):
         return [line.split() for line in self.logs[0].read_text().splitlines()]
@@ -78,16 +68,18 @@ class Training:
     def kill_after(self, lines, seconds):
         """Kills all ranks ``seconds`` after rank 0 has printed so many lines, or when it is done."""
         until = time.monotonic() + 300
-        while len(self.lines()) < lines and self.processes[0].poll() is None and time.monotonic() < until:
+        while len(self.lines()) < lines and self.processes[0].is_alive() and time.monotonic() < until:
             time.sleep(0.002)
         time.sleep(seconds)
         for process in self.processes:
-            process.send_signal(signal.SIGKILL)
+            process.kill()  # SIGKILL
         self.end()
 
     def end(self):
         for process in self.processes:
-            process.wait(timeout=600)
+            process.join(timeout=600)
+            assert process.exitcode is not None, "it hangs"
+            process.close()
 
 
 def losses(training, found):

@@ -36,6 +36,14 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def fork_context() -> Any:
+    """How processes start: one server imports what takes long, once, and forks each of them from there, before any thread
+    exists. Nothing of unwall is imported in the server."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "torch.testing", "pytest", "transformers.modeling_utils"])
+    return context
+
+
 class RankPool:
     """A fixed number of rank processes. After a failure they are replaced: their collectives may be out of step."""
 
@@ -71,10 +79,7 @@ class RankPool:
             self._folder = None
 
     def _start(self) -> None:
-        # One server process imports what takes long, once, and forks every rank of every file from there, before any thread
-        # exists. Nothing of unwall is imported in the server.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "torch.testing", "pytest", "transformers.modeling_utils"])
+        context = fork_context()
         self._folder = tempfile.TemporaryDirectory(prefix="unwall-ranks-")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -2,29 +2,39 @@
 
 [Note: twice]
 Nothing of a model is changed before all that it will take is known to be whole. So the files are read twice: once to verify
-them, block by block with several threads, each rank another part; then again for what each rank owns. The second time comes
-from the page cache as far as that holds them, which costs no memory of this process. It goes through the model backwards, so
-that of files larger than the cache it meets those that were read last.
+them, block by block with several threads, each rank another part; then again for what each rank owns. There are two ways to
+do that. Through the page cache, the second time comes from there as far as it holds the files; it goes through the model
+backwards, so that of files larger than the cache it meets those that were read last. Past the page cache, both times come
+from the drive: on a fast one that is sooner done than filling the cache once. A few blocks are read either way, and what is
+left goes the faster way (``_try_both``). None of it costs memory of this process beyond the buffers.
 """
 
-import os
+import contextlib
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from unwall.checkpoint.boxes import Part, overlaps
 from unwall.checkpoint.checksums import BLOCK_BYTES, checked_runs, crc
+from unwall.checkpoint.copying import copy_flat
 from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.in_file import Bounce, EndedError, InFile
 from unwall.checkpoint.manifest import Manifest, Tensor
-from unwall.checkpoint.validation import check_files, open_file
-from unwall.native.memory import HostMemory
+from unwall.checkpoint.validation import check_files
 
 THREADS = 4
+TRIED_FROM = 24
+"""How many blocks there must be for it to pay to try both ways."""
+CACHE_WORTH = 1.2
+"""How many times longer a first reading through the page cache may take, because a second one costs little then."""
+GAP_BYTES = 64 << 10
+"""What lies between two runs is read with them when it is at most this."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,33 @@ class _Run:
     tensor: Tensor
 
 
+_Block = tuple[tuple[str, int], list[_Run]]
+"""File and number, and what is in it."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Elements of a tensor, and the flat host memory of the same dtype that they go to."""
+
+    tensor: Tensor
+    part: Part
+    into: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Where wanted bytes lie, and where they go."""
+
+    file: str
+    offset: int
+    into: torch.Tensor
+    tensor: Tensor
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.into.numel()
+
+
 class CheckpointFiles:
     """The open files of one checkpoint. Any thread may read."""
 
@@ -44,26 +81,25 @@ class CheckpointFiles:
         """CheckpointError where a file is missing, or not the one that was written."""
         self.directory = directory
         self.manifest = manifest
+        self.past_cache = False
+        """Whether large reads go past the page cache. See [Note: twice]."""
         check_files(directory, manifest)
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, InFile] = {}
         self._lock = threading.Lock()
+        self._spare: list[Bounce] = []
 
     def __enter__(self) -> "CheckpointFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+            while self._files:
+                self._files.popitem()[1].close()
 
     def read(self, tensor: Tensor, part: Part, into: torch.Tensor) -> None:
         """Elements of a tensor, in the order of ``part``, into flat host memory of the same dtype."""
-        view = memoryview(into.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        item = tensor.dtype.itemsize
-        for piece in tensor.pieces:
-            for run in overlaps(part, piece.part):
-                start = piece.offset + run.second * item
-                self._fill(piece.file, start, view[run.first * item : (run.first + run.numel) * item], tensor)
+        for run in _places(Wanted(tensor, part, into)):
+            self._fill(run)
 
     def read_whole(self, tensor: Tensor) -> torch.Tensor:
         """A small tensor, all of it."""
@@ -72,53 +108,131 @@ class CheckpointFiles:
             self.read(tensor, Part.whole(tensor.shape), found.view(-1))
         return found
 
+    def read_all(self, wanted: Iterable[Wanted]) -> None:
+        """The same for many, the faster way that ``verify`` found."""
+        runs = [run for one in wanted for run in _places(one)]
+        if not self.past_cache:
+            for run in runs:
+                self._fill(run)
+            return
+        for near in _near_each_other(runs):
+            low = near[0].offset
+            with self._bounce() as bounce:
+                first = self._fetch(near[0].file, low, max(run.end for run in near) - low, near[0].tensor, bounce)
+                for run in near:
+                    copy_flat(run.into, bounce.bytes[first + run.offset - low : first + run.end - low])
+
     def verify(self, tensors: Iterable[Tensor], share: int = 0, shares: int = 1) -> None:
         """Reads this rank's share of these tensors' bytes. CheckpointError, naming file and tensor, where one is wrong."""
         blocks = sorted(_blocks(tensors).items())
         mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
-        local = threading.local()
-
-        def check(block: tuple[tuple[str, int], list[_Run]]) -> None:
-            if not hasattr(local, "view"):
-                local.view = memoryview(HostMemory(BLOCK_BYTES).buffer()).cast("B")
-            self._check(block[0][0], block[1], local.view)
-
         with ThreadPoolExecutor(THREADS, thread_name_prefix="unwall load") as threads:
-            jobs = [threads.submit(check, block) for block in mine]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                for job in jobs:
-                    job.cancel()
-                raise
+            if len(mine) >= TRIED_FROM:
+                mine = self._try_both(threads, mine)
+            self._check_all(threads, mine)
 
-    def _check(self, file: str, runs: Sequence[_Run], view: memoryview) -> None:
-        low, high = runs[0].offset, runs[-1].offset + runs[-1].nbytes
-        self._fill(file, low, view[: high - low], runs[0].tensor)
-        for run in runs:
-            if crc(view[run.offset - low : run.offset - low + run.nbytes]) != run.crc:
-                raise CheckpointError(
-                    f"{self.directory / file} is damaged: {run.tensor.label} does not have its checksum "
-                    f"(bytes {run.offset} to {run.offset + run.nbytes}). Nothing was changed; load another checkpoint"
-                )
+    def _try_both(self, threads: ThreadPoolExecutor, blocks: list[_Block]) -> list[_Block]:
+        """Settles ``past_cache`` with the first blocks. Gives the others."""
+        took = []
+        for turn, past_cache in enumerate((False, True, False, True)):  # the first two are for the buffers' pages
+            self.past_cache = past_cache
+            took.append(self._check_all(threads, blocks[turn * THREADS : (turn + 1) * THREADS]))
+        self.past_cache = took[2] > CACHE_WORTH * took[3]
+        return blocks[4 * THREADS :]
 
-    def _fill(self, file: str, offset: int, view: memoryview, tensor: Tensor) -> None:
-        descriptor = self._descriptor(file)
-        while view:
-            try:
-                got = os.preadv(descriptor, [view], offset)
-            except OSError as error:
-                raise CheckpointError(f"{tensor.label} in {self.directory / file} cannot be read: {error}") from error
-            if got == 0:
-                raise CheckpointError(f"{self.directory / file} ends at byte {offset}, in the middle of {tensor.label}")
-            view, offset = view[got:], offset + got
+    def _check_all(self, threads: ThreadPoolExecutor, blocks: list[_Block]) -> float:
+        """Gives the seconds that all threads together have spent with reading."""
+        jobs = [threads.submit(self._check, file, runs) for (file, _), runs in blocks]
+        try:
+            return sum(job.result() for job in jobs)
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            raise
 
-    def _descriptor(self, file: str) -> int:
+    def _check(self, file: str, runs: Sequence[_Run]) -> float:
+        low = runs[0].offset
+        with self._bounce() as bounce:
+            start = time.perf_counter()
+            first = self._fetch(file, low, runs[-1].offset + runs[-1].nbytes - low, runs[0].tensor, bounce)
+            took = time.perf_counter() - start
+            for run in runs:
+                at = first + run.offset - low
+                if crc(bounce.view[at : at + run.nbytes]) != run.crc:
+                    raise CheckpointError(
+                        f"{self.directory / file} is damaged: {run.tensor.label} does not have its checksum "
+                        f"(bytes {run.offset} to {run.offset + run.nbytes}). Nothing was changed; load another checkpoint"
+                    )
+        return took
+
+    def _fill(self, run: _Bytes) -> None:
+        with self._named(run.file, run.tensor):
+            self._file(run.file).fill(run.offset, memoryview(run.into.numpy()))  # type: ignore[arg-type]
+
+    def _fetch(self, file: str, offset: int, nbytes: int, tensor: Tensor, into: Bounce) -> int:
+        """At most a block of a file. Gives where in ``into`` it begins."""
+        with self._named(file, tensor):
+            if self.past_cache:
+                return self._file(file).fetch(offset, nbytes, into)
+            self._file(file).fill(offset, into.view[:nbytes])
+            return 0
+
+    @contextlib.contextmanager
+    def _bounce(self) -> Iterator[Bounce]:
+        """A buffer that is used again."""
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = open_file(self.directory / file)
-            return self._descriptors[file]
+            found = self._spare.pop() if self._spare else Bounce(BLOCK_BYTES)
+        try:
+            yield found
+        finally:
+            with self._lock:
+                self._spare.append(found)
+
+    @contextlib.contextmanager
+    def _named(self, file: str, tensor: Tensor) -> Iterator[None]:
+        """Errors name file and tensor."""
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{tensor.label} in {self.directory / file} cannot be read: {error}") from error
+        except EndedError as error:
+            raise CheckpointError(f"{self.directory / file} {error}, in the middle of {tensor.label}") from error
+
+    def _file(self, name: str) -> InFile:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = InFile(self.directory / name)
+            return self._files[name]
+
+
+def _places(wanted: Wanted) -> Iterator[_Bytes]:
+    """Every run of a file that is wanted."""
+    into, item = wanted.into.view(torch.uint8), wanted.tensor.dtype.itemsize
+    for piece in wanted.tensor.pieces:
+        for run in overlaps(wanted.part, piece.part):
+            target = into[run.first * item : (run.first + run.numel) * item]
+            yield _Bytes(piece.file, piece.offset + run.second * item, target, wanted.tensor)
+
+
+def _near_each_other(runs: list[_Bytes]) -> Iterator[list[_Bytes]]:
+    """Runs that are read at once, at most a block. A longer run is cut."""
+    near: list[_Bytes] = []
+    low = end = 0
+    for run in sorted((part for run in runs for part in _cut(run)), key=lambda run: (run.file, run.offset)):
+        if near and (run.file != near[0].file or run.offset - end > GAP_BYTES or run.end - low > BLOCK_BYTES):
+            yield near
+            near = []
+        if not near:
+            low = end = run.offset
+        near.append(run)
+        end = max(end, run.end)
+    if near:
+        yield near
+
+
+def _cut(run: _Bytes) -> Iterator[_Bytes]:
+    for start in range(0, run.into.numel(), BLOCK_BYTES):
+        yield replace(run, offset=run.offset + start, into=run.into[start : start + BLOCK_BYTES])
 
 
 def _blocks(tensors: Iterable[Tensor]) -> dict[tuple[str, int], list[_Run]]:

@@ -4,13 +4,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from unwall.checkpoint.boxes import Box, Part
+from unwall.checkpoint.copying import copy_flat
 from unwall.checkpoint.lots import CHUNK_ELEMENTS, Held
 from unwall.checkpoint.manifest import Tensor
-from unwall.checkpoint.reader import THREADS, CheckpointFiles
+from unwall.checkpoint.reader import THREADS, CheckpointFiles, Wanted
 from unwall.native.library import DiskError
 from unwall.native.memory import HostMemory
 from unwall.shards.group import Group
@@ -24,6 +26,7 @@ from unwall.tiers.sizes import align_up
 from unwall.tiers.tiers import Tiers
 
 CHUNKS_AHEAD = 4
+CHUNK_BYTES = CHUNK_ELEMENTS * 8
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Goal:
     """For elements that are not."""
     put: Callable[[int, torch.Tensor], None]
     """Takes elements from a position of the owned run on: flat, in host memory, in ``dtype``."""
+    place: torch.Tensor | None = None
+    """The owned run itself, where that is host memory of this dtype: it is read right there, without ``put``."""
 
 
 class Restorer:
@@ -78,32 +83,41 @@ class Restorer:
     def state(self, group: Group, tensors: Mapping[int, Tensor], store: Store, initial: float) -> Goal:
         """An optimizer's state of a group."""
         held = Held.of(store)
-        return Goal(group, tensors, store.dtype, initial, lambda start, values: self._put(held, start, values))
+        put = partial(self._put, held)
+        return Goal(group, tensors, store.dtype, initial, put, _host_run(held))
 
     def load(self, goals: Iterator[Goal]) -> None:
         """Reads ahead with several threads, and puts one chunk after the other."""
-        coming: deque[tuple[Goal, int, torch.Tensor, Future[torch.Tensor]]] = deque()
+        coming: deque[tuple[Goal, int, torch.Tensor | None, Future[torch.Tensor]]] = deque()
         with ThreadPoolExecutor(THREADS, thread_name_prefix="unwall load") as threads:
             for goal in goals:
-                segments = goal.group.owned_segments()
+                segments, item = goal.group.owned_segments(), goal.dtype.itemsize
                 for low in range(0, goal.group.own_numel, CHUNK_ELEMENTS):
                     high = min(low + CHUNK_ELEMENTS, goal.group.own_numel)
                     if len(coming) >= CHUNKS_AHEAD:
                         self._finish(*coming.popleft())
-                    buffer = self._spare.pop() if self._spare else _memory(CHUNK_ELEMENTS * 8)
-                    coming.append((goal, low, buffer, threads.submit(self._read, goal, segments, low, high, buffer)))
+                    buffer = None
+                    if goal.place is None:
+                        buffer = self._spare.pop() if self._spare else _memory(CHUNK_BYTES)
+                        values = buffer[: (high - low) * item].view(goal.dtype)
+                    else:
+                        values = goal.place[low:high]
+                    coming.append((goal, low, buffer, threads.submit(self._read, goal, segments, low, values)))
             while coming:
                 self._finish(*coming.popleft())
 
-    def _finish(self, goal: Goal, low: int, buffer: torch.Tensor, read: "Future[torch.Tensor]") -> None:
-        goal.put(low, read.result())
-        self._spare.append(buffer)
+    def _finish(self, goal: Goal, low: int, buffer: torch.Tensor | None, read: "Future[torch.Tensor]") -> None:
+        values = read.result()
+        if buffer is not None:
+            goal.put(low, values)
+            self._spare.append(buffer)
 
-    def _read(self, goal: Goal, segments: tuple[Segment, ...], low: int, high: int, buffer: torch.Tensor) -> torch.Tensor:
-        values = buffer[: (high - low) * goal.dtype.itemsize].view(goal.dtype)
+    def _read(self, goal: Goal, segments: tuple[Segment, ...], low: int, values: torch.Tensor) -> torch.Tensor:
+        high = low + values.numel()
         inside = [segment for segment in segments if segment.shard_start < high and segment.shard_start + segment.numel > low]
         if sum(segment.numel for segment in inside if segment.slot in goal.tensors) < high - low:
             values.fill_(goal.otherwise)
+        wanted, narrow = [], []
         for segment in inside:
             tensor = goal.tensors.get(segment.slot)
             if tensor is None:
@@ -111,39 +125,46 @@ class Restorer:
             first, last = max(segment.shard_start, low), min(segment.shard_start + segment.numel, high)
             part = Part(Box.whole(tensor.shape), segment.start + first - segment.shard_start, last - first)
             target = values[first - low : last - low]
-            if tensor.dtype == goal.dtype:
-                self._files.read(tensor, part, target)
-            else:
-                narrow = torch.empty(part.numel, dtype=tensor.dtype)
-                self._files.read(tensor, part, narrow)
-                target.copy_(narrow)
+            if tensor.dtype != goal.dtype:
+                narrow.append((target, torch.empty(part.numel, dtype=tensor.dtype)))
+                target = narrow[-1][1]
+            wanted.append(Wanted(tensor, part, target))
+        self._files.read_all(wanted)
+        for target, read in narrow:
+            target.copy_(read)
         return values
 
     def _put_split(self, param: Held, rest: Held, start: int, values: torch.Tensor) -> None:
+        halves = _host_run(param), _host_run(rest)
+        if halves[0] is not None and halves[1] is not None:
+            self._split(halves[0][start:], halves[1][start:], values)
+            return
         if self._halves is None:
             self._halves = (
                 _memory(CHUNK_ELEMENTS * 2).view(param.dtype),
                 _memory(CHUNK_ELEMENTS * 2).view(rest.dtype),
             )
         half, remainder = (part[: values.numel()] for part in self._halves)
+        self._split(half, remainder, values)
+        self._put(param, start, half)
+        self._put(rest, start, remainder)
+
+    def _split(self, half: torch.Tensor, remainder: torch.Tensor, values: torch.Tensor) -> None:
         pool = self._tiers.host.pool
         assert pool is not None
         pool.split(half.data_ptr(), remainder.data_ptr(), values.data_ptr(), values.numel(), keep=(values,)).wait()
-        self._put(param, start, half)
-        self._put(rest, start, remainder)
 
     def _put(self, held: Held, start: int, values: torch.Tensor) -> None:
         start += held.start
         if isinstance(held.block, MemoryBlock):
-            with torch.no_grad():
-                held.block.view(held.dtype)[start : start + values.numel()].copy_(values)
+            copy_flat(held.block.view(held.dtype)[start : start + values.numel()], values)
             return
         assert isinstance(held.block, DiskBlock)
         assert self._tiers.disk is not None
         item = held.dtype.itemsize
         if values.data_ptr() % 4096 or values.untyped_storage().nbytes() < align_up(values.nbytes):
             paged = _memory(align_up(values.nbytes))
-            paged[: values.nbytes].copy_(values.view(torch.uint8))
+            copy_flat(paged[: values.nbytes], values.view(torch.uint8))
             values = paged[: values.nbytes].view(held.dtype)
         tickets = self._tiers.disk.write(held.block, start * item, values.data_ptr(), values.nbytes, keep=values)
         try:
@@ -151,6 +172,12 @@ class Restorer:
                 ticket.wait()
         except DiskError as error:
             raise named(error, f"writing the {held.block.label}") from error
+
+
+def _host_run(held: Held) -> torch.Tensor | None:
+    """The elements themselves, where they are in host memory."""
+    run = held.block.view(held.dtype)[held.start :] if isinstance(held.block, MemoryBlock) else None
+    return run if run is not None and run.device.type == "cpu" else None
 
 
 def _memory(nbytes: int) -> torch.Tensor:

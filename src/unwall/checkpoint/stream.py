@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from unwall.checkpoint.checksums import BLOCK_BYTES, crc
+from unwall.checkpoint.copying import copy_flat
 from unwall.checkpoint.threads import Threads
 from unwall.native.memory import HostMemory
 from unwall.tiers.sizes import align_up, format_bytes
@@ -45,12 +46,22 @@ class OutStream:
         self.crcs: dict[int, list[int]] = {}
         """The checksums of each piece, by its number. See [Note: checked runs] in checksums.py."""
         self._descriptor = _create(path)
+        self._make_room()
         self._threads = Threads(THREADS, "unwall save")
         self._free = [_Buffer() for _ in range(BUFFERS)]
         self._under_way: deque[tuple[_Buffer, Future[None]]] = deque()
         self._current = self._free.pop()
         self._start = 0  # of the current buffer, in the file
         self._piece: int | None = None
+
+    def _make_room(self) -> None:
+        """The file has its size from the start: threads that write behind its end would wait for each other."""
+        try:
+            os.ftruncate(self._descriptor, align_up(self.nbytes))
+        except OSError as error:
+            failed = self._failed(error)
+            os.close(self._descriptor)
+            raise failed from error
 
     def append(self, data: torch.Tensor, piece: int | None = None) -> None:
         """Further bytes (a flat uint8 tensor on any device), of a numbered piece or, without a number, of none."""
@@ -63,7 +74,7 @@ class OutStream:
                 buffer.runs.append((piece, buffer.filled))
             self._piece = piece
             taken = min(data.numel() - at, BLOCK_BYTES - buffer.filled)
-            buffer.bytes[buffer.filled : buffer.filled + taken].copy_(data[at : at + taken])
+            copy_flat(buffer.bytes[buffer.filled : buffer.filled + taken], data[at : at + taken])
             buffer.filled += taken
             at += taken
 
