@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if world > 1 or spec.engine.group:
         _process_group(device, spec.engine.backend)
     scratch = options.scratch / f"rank{rank}"
-    scratch.mkdir(parents=True, exist_ok=True)
+    scratch.mkdir(exist_ok=True)  # not its parents: where the run was stopped meanwhile, its folder is gone and stays so
     job = Job(
         shape=shape, device=device, batch=options.batch, clip=spec.clip, options=spec.options, scratch=scratch,
         data=batch_of(shape, options.batch, options.seq, device, seed=rank),
