@@ -195,7 +195,8 @@ done = True
 thread.join()
 print(peak - before, 14 * LAYERS * WIDTH * WIDTH)
 """
-CONSTANT_BYTES = 48 << 20
+CONSTANT_BYTES = 60 << 20
+"""Threads, and what the allocator keeps: 13 to 45 MiB on a machine that does other things besides."""
 
 
 @pytest.mark.parametrize("how", ["meta", "init"])
