@@ -43,3 +43,8 @@ def test_no_arguments_are_help_and_an_unknown_command_is_an_error():
 def test_types_and_licence_are_in_place():
     assert (SOURCES / "py.typed").is_file()
     assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_what_the_readme_calls_by_its_module_is_there():
+    assert callable(unwall.nn.linear_cross_entropy)
+    assert callable(unwall.sparse.use)

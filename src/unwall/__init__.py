@@ -1,5 +1,6 @@
 """unwall: train models far larger than the accelerator's memory, without touching the model's code."""
 
+from unwall import nn, sparse
 from unwall._version import __version__
 from unwall.api import from_pretrained, full_params, init, no_sync, plan, probe, profile, shard, stats
 from unwall.checkpoint.errors import CheckpointError
@@ -31,12 +32,14 @@ __all__ = [
     "init",
     "load",
     "load_weights",
+    "nn",
     "no_sync",
     "plan",
     "probe",
     "profile",
     "save",
     "shard",
+    "sparse",
     "stats",
     "wrap",
 ]
