@@ -5,7 +5,7 @@ SOURCES := $(wildcard src/unwall/native/cpp/*)
 SANITIZER_TESTS ?= tests/native tests/tiers
 WORKERS ?= 2
 
-.PHONY: demo test drills clocks check native sanitize bench-native clean system
+.PHONY: demo test drills clocks check docs native sanitize bench-native clean system
 
 demo: .venv/ready
 	$(BIN)/unwall demo
@@ -32,6 +32,10 @@ check: .venv/ready
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
+
+# The documentation as a site, in build/site.
+docs: .venv/ready
+	$(BIN)/mkdocs build --strict --quiet
 
 # liburing gives the io_uring backend. Where it cannot be installed the thread backend does the work.
 system:
