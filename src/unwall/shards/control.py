@@ -182,7 +182,7 @@ class Control:
     @contextmanager
     def _whole(self, where: str) -> Iterator[None]:
         """An exchange is taken part in as a whole: see [Note: frames]. Ctrl-C waits; what is raised nevertheless is told."""
-        with interrupts.deferred:
+        with interrupts.deferred, self.watch.lock:
             if self.watch.end:
                 raise DivergedError(f"rank {self.rank} is at {where}, but the ranks cannot go on: {self.watch.end}")
             try:
