@@ -192,13 +192,14 @@ def train(
         options = Options(**given | {"data": tuple(data), "eval_data": tuple(eval_data or ())})
         check_launcher(nproc)
         if nproc is not None and not under_launcher():
-            raise typer.Exit(code=launch(nproc, sys.argv[1:]))
-        from unwall.train.command import run
+            code = launch(nproc, sys.argv[1:])
+        else:
+            from unwall.train.command import run
 
-        with _progress() as told:
-            code = run(options, told)
-        if code:
-            raise typer.Exit(code=code)
+            with _progress() as told:
+                code = run(options, told)
+    if code:
+        raise typer.Exit(code=code)
 
 
 @app.command()

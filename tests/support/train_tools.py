@@ -13,7 +13,26 @@ CHAT = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-WORDS = "the a one tier group shard state trace moves waits reads writes host disk device slowly at once".split()
+WORDS = [
+    "the",
+    "a",
+    "one",
+    "tier",
+    "group",
+    "shard",
+    "state",
+    "trace",
+    "moves",
+    "waits",
+    "reads",
+    "writes",
+    "host",
+    "disk",
+    "device",
+    "slowly",
+    "at",
+    "once",
+]
 
 
 def make_tokenizer(folder: Path, chat: bool = True):

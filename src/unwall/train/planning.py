@@ -63,9 +63,14 @@ def decide(options: Options, outline: Outline, progress: Progress | None = None)
     """Chooses a plan, or judges the one of a file. PlanError says what would fit where nothing does."""
     _, ranks, local = size_of_world()
     per_rank = sequences_per_rank(options, ranks)
-    machine = _machine(options, ranks, local, progress)
     if options.plan != "auto":
-        return _given(options, outline, machine, ranks, per_rank)
+        fields = read_plan(Path(options.plan))
+        for name in ("device_bytes", "host_bytes", "disk"):
+            if getattr(options, name) is not None:
+                fields[name] = getattr(options, name)
+        machine = _machine(fields.get("disk"), ranks, local, progress)
+        return _given(options, fields, outline, machine, ranks, per_rank)
+    machine = _machine(options.disk, ranks, local, progress)
     least = options.accumulate or 1
     found = choose(
         outline, batch=options.batch // least, seq=options.seq, hardware=machine, ranks=ranks, disk=options.disk,
@@ -92,23 +97,22 @@ def sequences_per_rank(options: Options, ranks: int) -> int:
     return options.batch // ranks
 
 
-def _machine(options: Options, ranks: int, local: int, progress: Progress | None) -> Hardware:
+def _machine(directories: Any, ranks: int, local: int, progress: Progress | None) -> Hardware:
     """The machines of this run, as far as this one knows."""
-    machine, _ = machine_of(None, local, options.disk, progress)
+    several = isinstance(directories, tuple)
+    machine, _ = machine_of(None, local, directories[0] if several else directories, progress)
     nodes = max(1, ranks // max(1, local))
     between = machine.collective_bytes_per_s or machine.host_to_device_bytes_per_s
     more: dict[str, Any] = {"collective_bytes_per_s": between} if ranks > 1 else {}
     network = machine.network_bytes_per_s or NETWORK_BYTES_PER_S
-    disk: dict[str, Any] = {} if options.disk is not None else {"disk_bytes": 0}
+    disk: dict[str, Any] = {} if directories else {"disk_bytes": 0}
     return dataclasses.replace(machine, nodes=nodes, network_bytes_per_s=network, **more, **disk)
 
 
-def _given(options: Options, outline: Outline, machine: Hardware, ranks: int, per_rank: int) -> Decision:
+def _given(
+    options: Options, fields: dict[str, Any], outline: Outline, machine: Hardware, ranks: int, per_rank: int
+) -> Decision:
     """The plan of a file, judged on this machine."""
-    fields = read_plan(Path(options.plan))
-    for name in ("device_bytes", "host_bytes", "disk"):
-        if getattr(options, name) is not None:
-            fields[name] = getattr(options, name)
     passes = options.accumulate or int(fields.get("passes", 1))
     if per_rank % passes:
         raise TrainError(f"{options.plan}: {passes} passes do not divide the {per_rank} sequences per rank evenly")
