@@ -167,9 +167,9 @@ class Agreement:
         a fault in a backward)."""
         self._standing.fail(error, in_backward() if spoilt is None else spoilt)
 
-    def fail_for_good(self, error: BaseException) -> None:
-        """This rank failed where the others may have updated the model."""
-        self._standing.fail_for_good(error)
+    def fail_for_good(self, error: BaseException, why: str) -> bool:
+        """This rank failed where the others may have updated the model. False where they do know of its fault."""
+        return self._standing.fail_for_good(error, why)
 
     def fail_aside(self, text: str, spoilt: bool, certain: Callable[[], bool]) -> None:
         """For the thread that watches: this rank's pass has ended unseen, if that is still ``certain`` under the lock."""

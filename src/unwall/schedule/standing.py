@@ -166,10 +166,12 @@ class Standing:
         if self._control.wait(parting.work, "an error of its own", seconds):
             self.rejoin()
 
-    def fail_for_good(self, error: BaseException) -> None:
-        """This rank failed where the others may have updated the model."""
+    def fail_for_good(self, error: BaseException, why: str) -> bool:
+        """This rank failed where the others may have updated the model; ``why`` they cannot go on."""
         if self._ranks.size > 1 and not self.apart and not self.failed:
-            self.end(f"{type(error).__name__}: {error} (rank {self._ranks.rank} was {self._where()})")
+            self.end(f"{type(error).__name__}: {error} (rank {self._ranks.rank} was {self._where()}); {why}")
+            return True
+        return False
 
     def end(self, text: str) -> None:
         """The ranks cannot go on."""

@@ -199,7 +199,8 @@ class Control:
         told = f"; told before: {self.watch.fault}" if self.watch.fault else ""
         error = DivergedError(
             f"rank {self.rank} is at {where} ({self.watch.where()}), and rank {', '.join(map(str, others))} at something else: "
-            f"{self.watch.describe_others()}{told}. All ranks must call the same, in the same order; load a checkpoint"
+            f"{self.watch.describe_others()}{told}. All ranks must call the same, in the same order. Start them again from a "
+            "checkpoint"
         )
         self.watch.tell_end(str(error))
         return error
