@@ -64,7 +64,7 @@ def test_both_ways_are_tried_once_there_is_enough_to_read(tmp_path, monkeypatch,
         return 3.0 if not files.past_cache else 1.0
 
     monkeypatch.setattr(reader, "check_files", lambda *_: None)
-    monkeypatch.setattr(reader, "_blocks", lambda _: {("file", number): number for number in range(blocks)})
+    monkeypatch.setattr(reader, "runs_of_blocks", lambda _: {("file", number): number for number in range(blocks)})
     monkeypatch.setattr(reader.CheckpointFiles, "_check", check)
     with reader.CheckpointFiles(tmp_path, None) as files:
         files.verify([])

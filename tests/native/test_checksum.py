@@ -30,7 +30,8 @@ def test_copies_what_it_checks_and_nothing_else():
             found = checksum.crc32_copy(target[shift:].data_ptr(), data[3:].data_ptr(), n, 5)
             assert found == zlib.crc32(data[3 : 3 + n].numpy(), 5)
             assert torch.equal(target[shift : shift + n], data[3 : 3 + n])
-            assert not target[:shift].any() and not target[shift + n :].any()
+            assert not target[:shift].any()
+            assert not target[shift + n :].any()
 
 
 def test_halves_come_together_and_apart_again():

@@ -24,7 +24,7 @@ from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
 CHUNK_ELEMENTS = 1 << 21
-CHUNKS_AHEAD = 3
+CHUNKS_AHEAD = 6
 
 
 @dataclass(frozen=True)
