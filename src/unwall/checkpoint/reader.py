@@ -31,11 +31,12 @@ from unwall.checkpoint.validation import check_files
 from unwall.native.checksum import crc32
 
 THREADS = 4
-TRIED_FROM = 24
-"""How many blocks there must be for it to pay to try both ways."""
+TRIED_FROM = 96
+"""How many blocks there must be for it to pay to try both ways. Fewer are read past the page cache, unless it is one."""
 CACHE_WORTH = 1.2
 """How many times longer a first reading through the page cache may take, because a second one costs little then."""
 KEPT_BLOCKS = 16
+"""Of what was verified, for whoever reads it next."""
 GAP_BYTES = 64 << 10
 """What lies between two runs is read with them when it is at most this."""
 
@@ -156,6 +157,8 @@ class CheckpointFiles:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="unwall load") as threads:
             if len(mine) >= TRIED_FROM:
                 mine = self._try_both(threads, mine)
+            elif len(mine) > 1:
+                self.past_cache = True
             self._check_all(threads, mine)
 
     def _try_both(self, threads: ThreadPoolExecutor, blocks: list[_Block]) -> list[_Block]:
