@@ -33,7 +33,8 @@ class Accelerator(_Accelerator):  # type: ignore[misc]
 
     ``mixed_precision`` is the compute dtype ("no": fp32). An optimizer given to ``prepare`` may be any element-wise one of
     torch, built before or after, or one of unwall's. ``clip_grad_norm_`` gives the norm over all ranks, ``save_state``
-    writes sharded, and ``get_state_dict`` gives whole tensors on rank 0. DeepSpeed, FSDP and other parallelism of Accelerate are refused.
+    writes sharded, and ``get_state_dict`` gives whole tensors on rank 0.
+    DeepSpeed, FSDP and other parallelism of Accelerate are refused.
     """
 
     _models: list[nn.Module]
