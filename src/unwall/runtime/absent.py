@@ -1,9 +1,9 @@
 """What a parameter is while no pass shows it: a class that sees every read and every write.
 
 [Note: absent parameters]
-In a pass a parameter of a resident group is a plain ``nn.Parameter``, a view of the flat buffer in the compute dtype. At all
-other times its class is ``Absent``, whether its group is on the device or not. Torch then hands every function of it to
-``__torch_function__``, and that decides:
+In a pass a parameter of a resident group is a plain ``nn.Parameter`` (a ``Near``, which tells of writes), a view of the flat
+buffer in the compute dtype. At all other times its class is ``Absent``, whether its group is on the device or not. Torch then
+hands every function of it to ``__torch_function__``, and that decides:
 
 - what asks about the object (gradient, hooks, shape, device) is answered by the object;
 - what asks about its values as a description (dtype, strides, ``zeros_like``) is answered by a stand-in without memory;
@@ -15,6 +15,7 @@ The object, its id, its autograd node and its hooks stay: only ``__class__`` cha
 in a pass.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -49,6 +50,12 @@ class Keeper(Protocol):
 
     def bring(self, param: nn.Parameter) -> None:
         """In a pass: the parameter is plain from now on."""
+
+    def read_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """In a pass: ``param.data`` was read."""
+
+    def about_to_write(self, param: nn.Parameter) -> None:
+        """In a pass: a method of the parameter changes it in place."""
 
     def lend(self, param: nn.Parameter) -> Value:
         """Outside: its whole value."""
@@ -166,6 +173,45 @@ class Absent(nn.Parameter):
             keeper.put(self, value)
 
 
+class Near(nn.Parameter):
+    """The class of a parameter that a pass shows: a plain one, but that it tells who reads ``.data``, which counts writes apart
+    from the parameter."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
+        """Code that builds another parameter of the same type gets a plain one."""
+        return nn.Parameter(*args, **kwargs)
+
+    @property
+    def data(self) -> torch.Tensor:
+        result: torch.Tensor = T.data.__get__(self)  # type: ignore[attr-defined]
+        keeper = _keeper_of(self)
+        if keeper is not None:
+            keeper.read_data(self, result)
+        return result
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        T.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in place that tells before it writes."""
+
+    @functools.wraps(method)
+    def write(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        keeper = _keeper_of(self)
+        if keeper is not None:
+            keeper.about_to_write(self)
+        return method(self, *args, **kwargs)
+
+    return write
+
+
+_NO_WRITES = ("requires_grad_", "retain_grad_", "share_memory_", "rename_", "detach_", "resize_", "resize_as_", "set_")
+for _name in (*(name for name in dir(T) if name.endswith("_") and not name.startswith("_")), *IN_PLACE_OPERATORS):
+    if _name not in _NO_WRITES and callable(getattr(T, _name, None)):
+        setattr(Near, _name, _telling(getattr(T, _name)))
+
 _describing = threading.local()
 
 
@@ -181,7 +227,7 @@ def describe_only(module: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def become_plain(param: nn.Parameter) -> None:
     """For whoever shows a parameter something."""
-    if isinstance(param, Absent):
+    if isinstance(param, Absent | Near):
         object.__setattr__(param, "__class__", nn.Parameter)
 
 
