@@ -164,7 +164,7 @@ def train(
     accumulate: Annotated[int | None, typer.Option(help="Passes per step. Default: the planner chooses.")] = None,
     eval_data: Annotated[list[str] | None, typer.Option(help="As --data, to evaluate on.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations. Default: only at the end.")] = None,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints. 0: none, only the result.")] = 500,
     keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the order of samples, and of random weights.")] = 0,
     plan: Annotated[str, typer.Option(help="auto, or a .toml file with fields of unwall.Plan.")] = "auto",

@@ -14,7 +14,8 @@ Everything a run writes is in ``OUT``. ``unwall report OUT`` reads these files; 
   ``step``: ``step``, ``loss`` (mean over the answer tokens of the whole step), ``lr``, ``grad_norm`` (null where nothing is
   clipped), ``tokens`` (of all ranks, padding not counted), ``answer_tokens``, ``seconds``, ``tokens_per_second``,
   ``bound_fraction`` (the planner's bound over ``seconds``, or null), ``live_bytes`` and ``peak_bytes`` (per tier: ``device``,
-  ``host``, ``disk``; of rank 0), ``stall_seconds`` (per link, of rank 0), ``epoch`` (a fraction), ``skipped_samples`` (so far).
+  ``host``, ``disk``; of rank 0), ``allocated_bytes`` (the most that torch had on the accelerator so far, activations with it;
+  null without one), ``stall_seconds`` (per link, of rank 0), ``epoch`` (a fraction), ``skipped_samples`` (so far).
   Where it applies: ``skipped`` (true: the step changed nothing, because loss or gradients were not finite), ``profiled`` (true:
   the step was recorded, so its time is not typical). A loss that is not finite is null.
   ``eval``: ``step``, ``loss``, ``perplexity``, ``tokens``, ``seconds``.

@@ -22,7 +22,7 @@ from unwall.train.data import Data, open_data
 from unwall.train.errors import TrainError
 from unwall.train.evaluation import Evaluation
 from unwall.train.files import find_files, make_index
-from unwall.train.folder import RunFolder
+from unwall.train.folder import RunFolder, finished
 from unwall.train.live import LiveLine
 from unwall.train.log import Log
 from unwall.train.loop import Loop, Progress
@@ -43,6 +43,10 @@ def train(options: Options, progress: Told | None = None) -> None:
     _quiet()
     rank, ranks, _ = size_of_world()
     folder, decision = RunFolder(options.out), None
+    if finished(options):
+        if rank == 0:
+            print(f"{options.out} is finished: nothing to do")
+        return
     with one_voice():
         sequences_per_rank(options, ranks)
         config = read_config(options)
@@ -189,6 +193,8 @@ class _Run:
 
 def _last_words(options: Options, asked: str | None, done: Progress, steps: int) -> str:
     skipped = f"; {done.skipped} samples were skipped" if done.skipped else ""
+    if asked is not None and not options.save_every:
+        return f"{asked}: stopped behind step {done.step} of {steps}; nothing is saved (--save-every 0){skipped}"
     if asked is not None:
         return f"{asked}: step {done.step} of {steps} is saved in {options.out}; the same command goes on from there{skipped}"
     what = "adapters, for peft" if options.lora else "the model, for transformers"

@@ -106,3 +106,16 @@ def _flag(name: str) -> str:
 
 def _shown(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def finished(options: Options) -> bool:
+    """Whether the very same run has come to its end in ``OUT`` already."""
+    path = Path(options.out) / "run.json"
+    if not path.is_file():
+        return False
+    found = read_json(path, TrainError)
+    return (
+        isinstance(found, dict)
+        and found.get("status") == "finished"
+        and not set(options.differences(found.get("options", {}))) - set(FREE)
+    )

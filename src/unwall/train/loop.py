@@ -94,7 +94,7 @@ class Loop:
             self._tell(line, reading, profiled, counts)
             if self.evaluation is not None and self.options.eval_every and step % self.options.eval_every == 0:
                 self._evaluate()
-            if step % self.options.save_every == 0:
+            if self.options.save_every and step % self.options.save_every == 0:
                 self.save(block=False)
                 saved = step
         if saved != self.progress.step:
@@ -106,6 +106,8 @@ class Loop:
 
     def save(self, *, block: bool) -> None:
         """Where the run stands now. All ranks call it together."""
+        if not self.options.save_every:
+            return
         self.saver.save(self.progress.to_dict(), block=block)
 
     def _agree(self) -> tuple[Batch, tuple[int, int], str | None]:
@@ -183,7 +185,7 @@ class Loop:
         self.save(block=True)
         raise_on_first(
             self.ranks,
-            f"{what}, {named}; step {self.progress.step} is saved. Look at those samples, lower --lr, or go on with "
+            f"{what}, {named}; step {self.progress.step} counts. Look at those samples, lower --lr, or go on with "
             "--on-nonfinite skip",
         )
 
@@ -198,6 +200,7 @@ class Loop:
             "tokens_per_second": counts[0] / reading.seconds,
             "bound_fraction": None if self.bound_s is None else self.bound_s / reading.seconds,
             "live_bytes": reading.live_bytes, "peak_bytes": reading.peak_bytes, "stall_seconds": reading.stall_seconds,
+            "allocated_bytes": reading.allocated_bytes,
             "epoch": round(min(position for position, _ in self.progress.lanes or [(0, 0)]) / self.order.size, 6),
             "skipped_samples": self.progress.skipped,
         }  # fmt: skip

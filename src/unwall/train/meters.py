@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+import torch
+
 from unwall.runtime.engine import Engine
 
 
@@ -14,6 +16,8 @@ class Reading:
     peak_bytes: dict[str, int]
     stall_seconds: dict[str, float]
     seconds: float
+    allocated_bytes: int | None
+    """The most that torch had allocated on the accelerator, activations with it, so far. None: there is none."""
 
 
 class Meters:
@@ -31,7 +35,7 @@ class Meters:
 
     def read(self) -> Reading:
         now = time.perf_counter()
-        tiers = self._engine.tiers
+        tiers, device = self._engine.tiers, self._engine.device.device
         meters = [*tiers.links.meters.values(), tiers.updates]
         if self._engine.ranks.meter is not None:
             meters.append(self._engine.ranks.meter)
@@ -44,4 +48,5 @@ class Meters:
             {str(name): ledger.peak_bytes for name, ledger in tiers.ledgers.items()},
             {name: round(seconds, 6) for name, seconds in stalls.items() if seconds > 0},
             taken,
+            torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )

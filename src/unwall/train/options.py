@@ -49,6 +49,7 @@ class Options:
     eval_every: int | None = None
     """Steps. None: at the end only."""
     save_every: int = 500
+    """Steps. 0: no checkpoints, only the result."""
     keep: int = 2
     seed: int = 0
     plan: str = "auto"
@@ -88,10 +89,12 @@ class Options:
         self._check_paths()
 
     def _check_numbers(self) -> None:
-        for name in ("seq", "batch", "steps", "accumulate", "eval_every", "save_every", "keep", "lora_rank", "nproc"):
+        for name in ("seq", "batch", "steps", "accumulate", "eval_every", "keep", "lora_rank", "nproc"):
             value = getattr(self, name)
             if value is not None and value < (2 if name == "seq" else 1):
                 raise TrainError(f"--{name.replace('_', '-')} is {2 if name == 'seq' else 1} or more, got {value}")
+        if self.save_every < 0:
+            raise TrainError(f"--save-every is a number of steps, or 0 for no checkpoints, got {self.save_every}")
         for name in ("epochs", "lr"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
