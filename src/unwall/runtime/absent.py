@@ -16,6 +16,7 @@ in a pass.
 """
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +26,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from unwall.runtime.refusals import refuse_reader
 
 T = torch.Tensor
 
@@ -148,10 +151,12 @@ class Absent(nn.Parameter):
         if func in OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
         return _call(func, args, kwargs)
 
     @property
     def data(self) -> torch.Tensor:
+        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
         keeper = _keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
