@@ -60,6 +60,12 @@ class Keeper(Protocol):
     def about_to_write(self, param: nn.Parameter) -> None:
         """In a pass: a method of the parameter changes it in place."""
 
+    def is_tiled(self, param: nn.Parameter) -> bool:
+        """Whether it is never whole on the device."""
+
+    def in_tiles(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """In a pass: a function of a parameter that lies in tiles."""
+
     def lend(self, param: nn.Parameter) -> Value:
         """Outside: its whole value."""
 
@@ -283,6 +289,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     for param in found.values():
         keeper = _keeper_of(param)
         if keeper is not None and keeper.running:
+            if keeper.is_tiled(param):
+                return keeper.in_tiles(func, args, kwargs)
             keeper.bring(param)
         elif keeper is not None:
             lent[id(param)] = param, keeper.lend(param)
