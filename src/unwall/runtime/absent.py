@@ -15,7 +15,6 @@ The object, its id, its autograd node and its hooks stay: only ``__class__`` cha
 in a pass.
 """
 
-import functools
 import sys
 import threading
 import weakref
@@ -87,7 +86,7 @@ def keep(param: nn.Parameter, keeper: Keeper) -> None:
     _keepers[param] = weakref.ref(keeper)
 
 
-def _keeper_of(param: nn.Parameter) -> Keeper | None:
+def keeper_of(param: nn.Parameter) -> Keeper | None:
     found = _keepers.get(param)
     keeper: Keeper | None = found() if found is not None else None
     if keeper is None:  # its model is gone, and its values with it
@@ -163,7 +162,7 @@ class Absent(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
-        keeper = _keeper_of(self)
+        keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
         if keeper is None or type(self) is not Absent:
@@ -175,7 +174,7 @@ class Absent(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        keeper = _keeper_of(self)
+        keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
         if keeper is None or type(self) is not Absent:
@@ -183,45 +182,6 @@ class Absent(nn.Parameter):
         else:
             keeper.put(self, value)
 
-
-class Near(nn.Parameter):
-    """The class of a parameter that a pass shows: a plain one, but that it tells who reads ``.data``, which counts writes apart
-    from the parameter."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
-        """Code that builds another parameter of the same type gets a plain one."""
-        return nn.Parameter(*args, **kwargs)
-
-    @property
-    def data(self) -> torch.Tensor:
-        result: torch.Tensor = T.data.__get__(self)  # type: ignore[attr-defined]
-        keeper = _keeper_of(self)
-        if keeper is not None:
-            keeper.read_data(self, result)
-        return result
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        T.data.__set__(self, value)  # type: ignore[attr-defined]
-
-
-def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in place that tells before it writes."""
-
-    @functools.wraps(method)
-    def write(self: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-        keeper = _keeper_of(self)
-        if keeper is not None:
-            keeper.about_to_write(self)
-        return method(self, *args, **kwargs)
-
-    return write
-
-
-_NO_WRITES = ("requires_grad_", "retain_grad_", "share_memory_", "rename_", "detach_", "resize_", "resize_as_", "set_")
-for _name in (*(name for name in dir(T) if name.endswith("_") and not name.startswith("_")), *IN_PLACE_OPERATORS):
-    if _name not in _NO_WRITES and callable(getattr(T, _name, None)):
-        setattr(Near, _name, _telling(getattr(T, _name)))
 
 _describing = threading.local()
 
@@ -234,12 +194,6 @@ def describe_only(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         type(module)._save_to_state_dict(module, *args, **kwargs)
     finally:
         _describing.now = before
-
-
-def become_plain(param: nn.Parameter) -> None:
-    """For whoever shows a parameter something."""
-    if isinstance(param, Absent | Near):
-        object.__setattr__(param, "__class__", nn.Parameter)
 
 
 class _Bring(torch.autograd.Function):
@@ -256,7 +210,7 @@ class _Bring(torch.autograd.Function):
 
 def _dtype(param: nn.Parameter) -> torch.dtype:
     """In a pass what it computes in, otherwise what it was given in."""
-    keeper = _keeper_of(param)
+    keeper = keeper_of(param)
     if keeper is not None and not keeper.running:
         return keeper.dtype_of(param)
     with torch._C.DisableTorchFunctionSubclass():
@@ -287,7 +241,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     lent: dict[int, tuple[nn.Parameter, Value]] = {}
     used: list[torch.Tensor] = []  # so that one value is not taken back when the next one is lent
     for param in found.values():
-        keeper = _keeper_of(param)
+        keeper = keeper_of(param)
         if keeper is not None and keeper.running:
             if keeper.is_tiled(param):
                 return keeper.in_tiles(func, args, kwargs)
@@ -309,7 +263,7 @@ def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Par
     for key, (param, value) in lent.items():
         tensor = value.tensor
         if narrow:
-            keeper = _keeper_of(param)
+            keeper = keeper_of(param)
             assert keeper is not None
             tensor = keeper.in_compute_dtype(param, tensor)
         with torch._C.DisableTorchFunctionSubclass():

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from unwall.runtime.absent import Absent, Near, keep
+from unwall.runtime.absent import Absent, keep
 from unwall.runtime.engine import Engine
+from unwall.runtime.near import Near
 from unwall.runtime.tiled_functions import compute
 from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from unwall.native import interrupts
-from unwall.runtime.absent import become_plain
 from unwall.runtime.engine import Engine
+from unwall.runtime.near import become_plain
 from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
 from unwall.shards.layout import Segment

@@ -81,8 +81,7 @@ class Group:
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel
         self.states: dict[StateKey, Store] = {}
-        self.at_once_bytes = 0
-        """The whole parameters of all groups that are read at once where a module of this one runs."""
+        self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
         self._cut, self._own_all = cut, own_all
         self.live_at(home)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
