@@ -17,6 +17,7 @@ rank's garbage goes: all ranks must read the same parameters in the same order, 
 import warnings
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +25,14 @@ from torch.autograd.graph import increment_version
 
 from unwall.runtime.absent import Absent, keep
 from unwall.runtime.engine import Engine
+from unwall.runtime.near import Near
+from unwall.runtime.tiled_functions import compute
+from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
 from unwall.shards.flat import storage_uses
 from unwall.shards.group import Group
 from unwall.shards.master import rounded
+from unwall.shards.states import REMAINDER
 
 MOST_TWINS = 64
 """Counters that are kept of one value's ``.data`` before those that are not needed any more are looked for."""
@@ -127,6 +132,7 @@ class Outside:
         self._lent: dict[int, Lent] = {}
         self._old: list[Lent] = []
         self._last: int | None = None
+        self._tiling = Tiling(engine)
         engine.edges.append(self.settle)
 
     def follow(self, group: Group) -> None:
@@ -134,6 +140,7 @@ class Outside:
         for param in group.params:
             keep(param, self)
         group.faces.written = partial(self._written, group)
+        group.faces.is_half = lambda: group.flat_is_home and group.has_state(REMAINDER)
 
     # -- what absent parameters ask -----------------------------------------------------------------------------------
 
@@ -143,9 +150,27 @@ class Outside:
 
     def bring(self, param: nn.Parameter) -> None:
         """A pass reads a parameter in a way that no hook has announced."""
+        if self.is_tiled(param):
+            raise self._tiling.refusal(param, "its values")
         self._engine.forward.touched(param)
         for place in self._engine.places[id(param)]:
             self._engine.groups[place.group].faces.open()
+
+    def read_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """A pass has read ``param.data``: what is written there is found when the pass ends."""
+        for place in self._engine.places.get(id(param), ()):
+            self._engine.groups[place.group].faces.lent(place.slot, data)
+
+    def about_to_write(self, param: nn.Parameter) -> None:
+        for place in self._engine.places.get(id(param), ()):
+            self._engine.groups[place.group].faces.may_be_written(place.slot)
+
+    def is_tiled(self, param: nn.Parameter) -> bool:
+        return len(self._engine.places[id(param)]) > 1
+
+    def in_tiles(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """In a pass: a function of a parameter that lies in tiles."""
+        return compute(self._tiling, func, args, kwargs)
 
     def lend(self, param: nn.Parameter) -> Lent:
         """The whole value, now in the user's hands."""
@@ -225,7 +250,7 @@ class Outside:
     def _written(self, group: Group, slots: list[int]) -> None:
         """A pass has written to parameters that it was shown."""
         for slot in slots:
-            take_shown(self._engine, group, slot)
+            take_shown(self._engine, group, slot, group.faces.before.get(slot))
 
     def _warn(self, lent: Lent) -> None:
         lent.warned = True
@@ -260,7 +285,7 @@ def watch_outside(engine: Engine) -> None:
     for group in engine.groups:
         if group.faces.away is None:
             engine.outside.follow(group)
-            group.faces.away = Absent
+            group.faces.away, group.faces.near = Absent, Near
             for slot in range(len(group.params)):
                 group.faces.hide(slot)
             group.faces.is_open = False

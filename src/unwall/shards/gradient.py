@@ -17,6 +17,8 @@ LEAVING   the average is known, and on its way to its place. That memory stays u
 """
 
 import enum
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -77,7 +79,13 @@ class Gradient:
         """What is under way. None when IDLE."""
         self._before: set[int] | None = None
         """Parameters that earlier pieces brought, if what is under way is a further piece."""
-        self._place = _place_of(group, tiers, ranks, dtype, keep_flat)
+        self._new_place = partial(_place_of, group, tiers, ranks, dtype, keep_flat)
+        self._place = self._new_place()
+
+    def move(self) -> None:
+        """The group has another home, and gradients land there from now on. Nothing is held or under way."""
+        self._expect(Phase.IDLE)
+        self._place = self._new_place()
 
     # -- this rank's gradients ----------------------------------------------------------------------------------------
 
@@ -124,6 +132,11 @@ class Gradient:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
         self._fill()
         self._own.take(slot, grad)
+
+    def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
+        """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
+        self._fill()
+        self._own.take_in(slot, write)
 
     def keep_local(self) -> None:
         """The end of a pass inside ``no_sync``: what arrived is added to this rank's own sum, in fp32."""
