@@ -1,6 +1,7 @@
 """Files, order, tokens and packing: the same samples whatever the number of ranks, each of them once per epoch."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_every_token_of_an_epoch_is_predicted_once(tokenizer, tmp_path):
     data = opened(tokenizer, tmp_path, make_jsonl(tmp_path / "a.jsonl"))
     order, ranks = data.order(3), join_world()
     steps = count_steps(data, order, tmp_path / "index", ranks, 4, 48, data.size, "key")
-    seen, behind = sequences(data, order, 1, steps + 1, limit=data.size)
+    seen, _ = sequences(data, order, 1, steps + 1, limit=data.size)
     assert any(any(label != IGNORED for label in labels) for _, labels, _ in seen[steps - 1])
     assert all(label == IGNORED for _, labels, _ in seen[steps] for label in labels)
     expected = 0
@@ -151,7 +152,7 @@ def test_documents_do_not_attend_to_each_other(kind, attention, tmp_path):
         for each in packed:
             starts = [place for place, position in enumerate(each.positions) if position == 0] + [len(each.ids)]
             assert len(starts) > 2
-            for start, end in zip(starts, starts[1:], strict=False):
+            for start, end in pairwise(starts):
                 ids, labels = torch.tensor([each.ids[start:end]]), torch.tensor([each.labels[start:end]])
                 if (labels != IGNORED).any():
                     apart += float(model(input_ids=ids, labels=labels, num_items_in_batch=1).loss)
