@@ -116,7 +116,7 @@ def environment(**more) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"} | more
 
 
-def run_process(*arguments, limit_s: float = 120, **options) -> subprocess.CompletedProcess:
+def run_process(*arguments, limit_s: float = 280, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
         command(*arguments, **options), env=environment(), capture_output=True, text=True, timeout=limit_s, check=False
     )

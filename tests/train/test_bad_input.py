@@ -23,7 +23,12 @@ def place(tmp_path_factory):
 
 def said(place, *more, **options):
     """What the command prints to standard error, in this process."""
-    given = {"model": place / "model", "data": place / "data.jsonl", "out": place / "out", "plan": place / "plan.toml"} | options
+    given = {
+        "model": place / "model",
+        "data": place / "data.jsonl",
+        "out": place / "out",
+        "plan": place / "plan.toml",
+    } | options
     arguments = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     result = CliRunner().invoke(app, ["train", "--steps", "1", "--seq", "32", "--batch", "1", *arguments, *map(str, more)])
     assert result.exit_code == 2, result.output
@@ -121,6 +126,7 @@ def test_a_plan_file(tmp_path):
             planning.read_plan(path)
 
 
+@pytest.mark.drill
 def test_processes_that_fail_say_it_once(place):
     (place / "void.jsonl").write_text("\n")
     given = {"model": place / "model", "data": place / "void.jsonl", "out": place / "void", "plan": place / "plan.toml"}
