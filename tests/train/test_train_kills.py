@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from train_tools import command, environment, losses, make_jsonl, make_model, make_plan, run_process
@@ -75,6 +76,13 @@ def test_a_killed_command_takes_its_processes_along(place):
     process.kill()
     process.wait()
     until = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") and "\nState:\tZ" not in open(f"/proc/{pid}/status").read() for pid in children):
+    while any(alive(pid) for pid in children):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def alive(pid):
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
