@@ -30,10 +30,10 @@ def options(place, out, kind, tier, **more):
     return paths | {"seq": 48, "batch": 4, "lr": "1e-2", "steps": STEPS, "save_every": 4} | more
 
 
-def started(place, out, step, **given):
+def started(step, **given):
     """A run that has logged a step."""
     process = subprocess.Popen(command(**given), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    log, until = place / out / "log.jsonl", time.monotonic() + LIMIT_S
+    log, until = given["out"] / "log.jsonl", time.monotonic() + LIMIT_S
     while not log.exists() or log.read_bytes().count(b"\n") < step:
         assert process.poll() is None, f"ended with {process.returncode}"
         assert time.monotonic() < until
@@ -55,10 +55,10 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(place, kind, tier, ranks):
     assert whole.returncode == 0, whole.stderr
     out = f"killed-{kind}"
     given = options(place, out, kind, tier) | ({"nproc": ranks} if ranks > 1 else {})
-    process = started(place, out, 10, **given)
+    process = started(10, **given)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    process = started(place, out, 18, **given)
+    process = started(18, **given)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 0
     reached = len(losses(place / out))
@@ -70,7 +70,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(place, kind, tier, ranks):
 
 
 def test_a_killed_command_takes_its_processes_along(place):
-    process = started(place, "orphans", 2, **options(place, "orphans", "llama", "host", nproc=2, steps=100000))
+    process = started(2, **options(place, "orphans", "llama", "host", nproc=2, steps=100000))
     children = [int(pid) for pid in os.popen(f"pgrep -P {process.pid}").read().split()]
     assert len(children) == 2
     process.kill()
