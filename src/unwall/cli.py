@@ -97,7 +97,7 @@ def plan(
     clip: Annotated[bool, typer.Option(help="Gradients are clipped to a norm.")] = True,
     objective: Annotated[str, typer.Option(help="speed, or memory: the least on the device.")] = "speed",
     vocab: Annotated[int, typer.Option(help="With a shape: tokens of the vocabulary.")] = 0,
-    tiles: Annotated[int, typer.Option(help="With a config or a shape: how many parameters each matrix is cut into.")] = 1,
+    tiles: Annotated[int, typer.Option(help="With a config or a shape: tiles that the largest matrix is read in.")] = 1,
     offload_activations: Annotated[
         bool, typer.Option("--offload-activations", help="Also look at activation checkpoints on the host.")
     ] = False,
