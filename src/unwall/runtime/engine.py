@@ -23,9 +23,11 @@ from unwall.runtime.turns import Turn, alone
 from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import Others
 from unwall.shards.feign import Feigned
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
+from unwall.shards.local import copies_of, local
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.meter import LinkMeter
 from unwall.tiers.tiers import Tiers
@@ -42,12 +44,23 @@ class Speculated:
 class Engine:
     """Everything unwall knows about one sharded model."""
 
-    def __init__(self, plan: Plan, groups: list[Group], gradients: list[Gradient], tiers: Tiers, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        groups: list[Group],
+        gradients: list[Gradient],
+        tiers: Tiers,
+        ranks: Ranks,
+        others: Others | None = None,
+    ) -> None:
         self.plan = plan
         self.groups = groups
         self.gradients = gradients
         self.tiers = tiers
         self.ranks = ranks
+        self.others = Others() if others is None else others
+        """The ranks of other dimensions of the mesh."""
+        self._count_copies(groups)
         self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
@@ -174,7 +187,7 @@ class Engine:
     def is_reshaped(self, param: nn.Parameter) -> bool:
         """Whether a parameter was given data of another shape than it has in its group."""
         place = self.places[id(param)][0]
-        return param.shape != self.groups[place.group].layout.slots[place.slot].shape
+        return local(param).shape != self.groups[place.group].layout.slots[place.slot].shape
 
     def set_aside(self, param: nn.Parameter) -> None:
         """A parameter of another shape leaves its group, where something nobody uses takes its place. The next look at the
@@ -190,10 +203,15 @@ class Engine:
         self.groups += groups
         self.gradients += gradients
         self._names += [group.name for group in groups]
+        self._count_copies(groups)
         self.places.update(find_places(groups))
         self.executor.grown()
         self.backward.grown()
         self.forward.saved.follow(groups)
+
+    def _count_copies(self, groups: list[Group]) -> None:
+        for group in groups:
+            group.copies = copies_of(group.params[0], self.others.tensor_size)
 
     def edge(self) -> None:
         """Everything that was written to parameters outside a pass is in the master. For whoever reads or writes masters."""

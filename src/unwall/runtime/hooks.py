@@ -129,7 +129,7 @@ class Watched(dict[str, Any]):
         return param
 
     def __setitem__(self, name: str, param: Any) -> None:
-        if isinstance(param, torch.Tensor) and is_distributed(param):
+        if isinstance(param, torch.Tensor) and id(param) not in self._places and is_distributed(param):
             raise RuntimeError(
                 f"parameter {name} of a sharded model would become a DTensor: fully_shard and tensor parallelism cannot be "
                 "applied on top of unwall.shard, which partitions the model already"

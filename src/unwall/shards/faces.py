@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unwall.shards.layout import Layout
-from unwall.shards.local import show
+from unwall.shards.local import local, show
 
 
 class Faces:
@@ -26,6 +26,8 @@ class Faces:
         self.written: Callable[[list[int]], None] | None = None
         """Told of the slots that a pass has written to in place."""
         self._params = params
+        self._plain = type(params[0]) if params else nn.Parameter
+        """DTensors and other parameters are never in one group."""
         self._layout = layout
         self._versions: list[int] = []
         item = layout.dtype.itemsize
@@ -36,12 +38,12 @@ class Faces:
         """The parameter is plain and shows ``tensor``."""
         param = self._params[slot]
         if type(param) is self.away:
-            param.__class__ = nn.Parameter
+            param.__class__ = self._plain
         show(param, tensor)
 
     def hide(self, slot: int) -> None:
         """No pass is shown this parameter."""
-        if self.away is not None and type(self._params[slot]) is nn.Parameter:
+        if self.away is not None and type(self._params[slot]) is self._plain:
             self._params[slot].__class__ = self.away
 
     def opened(self) -> None:
@@ -55,7 +57,7 @@ class Faces:
             return
         for slot, param in enumerate(self._params):
             if type(param) is self.away and self._layout.slots[slot].whole:
-                param.__class__ = nn.Parameter
+                param.__class__ = self._plain
         self.opened()
 
     def close(self, flat: torch.Tensor | None) -> None:
@@ -79,8 +81,8 @@ class Faces:
             at
             for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
             if offset >= 0
-            and (versions[at] != self._versions[at] or param.data_ptr() != start + offset)
-            and type(param) is nn.Parameter
+            and (versions[at] != self._versions[at] or local(param).data_ptr() != start + offset)
+            and type(param) is self._plain
         ]
 
 

@@ -75,6 +75,8 @@ class Group:
         """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
         self.evictable = not self.flat_is_home and not home.resident
         self.residence = Residence.ABSENT
+        self.copies = 1
+        """On how many tensor ranks each element is kept: norms count it once."""
         self.pending = Pending(staging)
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
