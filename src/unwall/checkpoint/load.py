@@ -51,7 +51,7 @@ def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, 
     """See ``unwall.load``."""
     error: BaseException | None = finish_pending(engine)
     engine.executor.together("load")
-    meeting = Meeting(engine.ranks)
+    meeting = Meeting(engine.everyone)
     meeting.agree(error)
     prepared = _prepare(Path(path), engine, meeting, model, optimizer)
     try:
@@ -102,8 +102,8 @@ def _read_small(
     files.verify([*matched.values.values(), *matched.buffers.values()])  # another rank's share of them, too
     small = {name: files.read_whole(tensor) for name, tensor in matched.values.items()}
     buffers = {name: files.read_whole(tensor) for name, tensor in matched.buffers.items()}
-    same = manifest.world_size == engine.ranks.size
-    trees = dict(manifest.ranks[0]) | (manifest.ranks[engine.ranks.rank] if same else {})
+    same = manifest.world_size == engine.everyone.size
+    trees = dict(manifest.ranks[0]) | (manifest.ranks[engine.everyone.rank] if same else {})
     if not same:
         trees["rng"] = None
     entry = None if optimizer is None else manifest.optimizer

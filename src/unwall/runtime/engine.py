@@ -126,6 +126,16 @@ class Engine:
     def device(self) -> DeviceTier:
         return self.tiers.device
 
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks of the mesh."""
+        return self.ranks if self.others.everyone is None else self.others.everyone
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank gets what is whole."""
+        return self.ranks.rank == 0 and self.others.is_first
+
     # -- optimizers that come and go ----------------------------------------------------------------------------------
 
     def listen(self, reduced: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:

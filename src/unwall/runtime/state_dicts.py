@@ -18,6 +18,7 @@ from unwall.runtime.engine import Engine
 from unwall.runtime.load_check import Given, compare, outline_of, wanted_by
 from unwall.runtime.whole import WholeParams, lay_out, put_whole, show_again, whole_dtype
 from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import same_model
 from unwall.shards.local import distributed_like, is_distributed, local, local_part_of
 
 
@@ -112,16 +113,14 @@ class StateDictHooks:
         """See [Note: loading]."""
         self.engine.executor.together("load_state_dict")
         wanted = wanted_by(module, prefix, self.engine.places)
-        others = self.engine.others
-        around = [*(dimension.ranks for dimension in others.tensor), *([others.replicas] if others.replicas else [])]
-        sets = [*around, self.engine.ranks]
+        sets = same_model(self.engine.ranks, self.engine.others) or [self.engine.ranks]
         outline = outline_of(state_dict, prefix, wanted, digests=any(ranks.size > 1 for ranks in sets))
-        problems, missing = [], []
+        problems: list[str] = []
+        missing = []
         for ranks in sets:  # where one set has found problems the others are told, so that all raise
             every, told = zip(*ranks.every((outline, problems)), strict=True)
-            problems = next((known for known in told if known), None) or compare(
-                every, wanted, None if ranks in around else self._strict
-            )
+            strict = self._strict if ranks is sets[-1] else None
+            problems = next((known for known in told if known), None) or compare(every, wanted, strict)
             lacking = {key: it for key, it in every[0].tensors.items() if any(key not in other.tensors for other in every[1:])}
             missing.append((ranks, lacking))
             outline = every[0]

@@ -74,6 +74,14 @@ class Others:
         return values
 
 
+def same_model(ranks: Ranks, others: Others) -> list[Ranks]:
+    """The sets of ranks that hold parts or copies of the same layers. A broadcast along each, in this order, gives all of them
+    what the first of them has."""
+    around = [dimension.ranks for dimension in others.tensor]
+    around += [] if others.replicas is None else [others.replicas]
+    return [some for some in (*around, ranks) if some.size > 1]
+
+
 def greatest(ranks: Ranks, values: torch.Tensor) -> torch.Tensor:
     """The greatest of the ranks' values, element by element."""
     if ranks.size == 1:
