@@ -211,7 +211,8 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
     """Hooks before and after a module's forward."""
     own = tuple(param for param in _own(module, unit) if id(param) in engine.places)
     groups = tuple(dict.fromkeys(place.group for param in own for place in engine.places[id(param)]))
-    unseen = own if unit or isinstance(module, nn.RNNBase) else ()
+    # What tensor parallelism has spread may be taken out of the mapping at once, past all that watches it.
+    unseen = own if unit or isinstance(module, nn.RNNBase) or any(map(is_distributed, own)) else ()
     tied = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter) and hook.engine is engine]
     for enter in tied:
         enter.aim(groups, unseen, casts)

@@ -120,7 +120,7 @@ class StateDictHooks:
         for ranks in sets:  # where one set has found problems the others are told, so that all raise
             every, told = zip(*ranks.every((outline, problems)), strict=True)
             strict = self._strict if ranks is sets[-1] else None
-            problems = next((known for known in told if known), None) or compare(every, wanted, strict)
+            problems = next((known for known in told if known), problems) or compare(every, wanted, strict)
             lacking = {key: it for key, it in every[0].tensors.items() if any(key not in other.tensors for other in every[1:])}
             missing.append((ranks, lacking))
             outline = every[0]

@@ -66,7 +66,7 @@ def whole_over_tensor_ranks(param: torch.Tensor, part: torch.Tensor) -> torch.Te
 def local_part_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """This rank's local part of a whole value that every rank has (no collective), or of a DTensor."""
     if not is_distributed(param):
-        return whole.full_tensor() if is_distributed(whole) else whole  # type: ignore[attr-defined, no-any-return]
+        return whole.full_tensor() if is_distributed(whole) else whole  # type: ignore[attr-defined]
     if is_distributed(whole):
         return whole.detach().redistribute(param.device_mesh, param.placements)._local_tensor  # type: ignore[attr-defined, no-any-return]
     from torch.distributed.tensor import distribute_tensor
