@@ -57,6 +57,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
         check_without_mesh(model)
     else:
         check_mesh(mesh, model)
+        _check_replicas(plan, mesh)
     unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
     unwritten |= fill_meta_buffers(model)
     forget_interrupted()
@@ -238,6 +239,15 @@ def _check_plan(plan: Plan) -> None:
         )
     if plan.activations == "disk":
         raise PlanError("activations='disk' is not built yet: use 'host', 'recompute' or 'keep'")
+
+
+def _check_replicas(plan: Plan, mesh: DeviceMesh) -> None:
+    replicas = [name for name, role in roles_of(mesh).items() if role == "replicas" and mesh[name].size() > 1]
+    if replicas and plan.reduce_op == "sum":
+        raise PlanError(
+            f"reduce_op='sum' with replicas ({replicas[0]!r}): gradients are averaged over replicas. Use 'mean', and multiply "
+            "the loss by the number of ranks"
+        )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -53,7 +53,8 @@ def _boxes(param: nn.Parameter) -> list[Box]:
     others = [other for index, other in enumerate(placements) if index != at]
     if shape[placed.dim] % (pieces * ranks) or not all(other.is_replicate() for other in others):
         raise CheckpointError(
-            f"a parameter of shape {shape} is spread as {placements}, which checkpoints cannot describe: save model.state_dict()"
+            f"a parameter of shape {shape} is spread as {placements}, which checkpoints cannot describe: save "
+            "model.state_dict()"
         )
     extent, outer = shape[placed.dim] // (pieces * ranks), shape[: placed.dim]
     found = []

@@ -24,8 +24,8 @@ def role_of(name: str) -> str:
         if name in names:
             return role
     raise ValueError(
-        f"the mesh has a dimension {name!r}, and its name does not say what it is for. Data-parallel: 'dp' (or 'dp_shard', with "
-        "'dp_replicate' for replicas), tensor-parallel: 'tp', pipeline-parallel: 'pp'"
+        f"the mesh has a dimension {name!r}, and its name does not say what it is for. Data-parallel: 'dp' (or 'dp_shard', "
+        "with 'dp_replicate' for replicas), tensor-parallel: 'tp', pipeline-parallel: 'pp'"
     )
 
 

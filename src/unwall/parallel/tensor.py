@@ -69,7 +69,7 @@ def _check(model: nn.Module, ranks: int) -> None:
             )
     for name, _ in spread_parameters(model):
         raise ValueError(f"parameter {name} is a DTensor already: the model was parallelized before")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, field, None)

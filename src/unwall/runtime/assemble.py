@@ -34,7 +34,8 @@ def assemble(
     """Shards a model in place. PlanError, before anything is allocated, where the plan does not fit ``room``.
 
     ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
-    where there is none yet. ``cuts`` says which parameters lie in several slots. ``others``: the ranks of other dimensions of the mesh.
+    where there is none yet. ``cuts`` says which parameters lie in several slots.
+    ``others``: the ranks of other dimensions of the mesh.
     """
     planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
     tiers = make_tiers(sizes, homes)

@@ -18,6 +18,7 @@ from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.places import find_places
+from unwall.runtime.replicas import Replicas
 from unwall.runtime.shown import Shown
 from unwall.runtime.turns import Turn, alone
 from unwall.schedule.agreement import Agreement
@@ -60,6 +61,7 @@ class Engine:
         self.ranks = ranks
         self.others = Others() if others is None else others
         """The ranks of other dimensions of the mesh."""
+        self.replicas = None if self.others.replicas is None else Replicas(self.others.replicas)
         self._count_copies(groups)
         self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
@@ -165,7 +167,7 @@ class Engine:
 
     def _hand_out(self) -> None:
         """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
-        for index in self.executor.take_reduced():
+        for index in self.executor.take_reduced() if self.replicas is None else ():
             self._tell(self.listeners, index)
         if not self.backward.running:
             self.shown.show()
@@ -245,6 +247,8 @@ class Engine:
                 self.executor.reduce(index)
         self.executor.end_step(meet=self._check_landed())
         self.settle()
+        if self.replicas is not None:
+            self.replicas.average(self)
 
     def _check_landed(self) -> bool:
         """Gradients on their way to a disk may not arrive on some rank. Then the step fails on all of them, before anything is

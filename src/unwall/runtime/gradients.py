@@ -42,7 +42,7 @@ class GradientAccess:
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("gradients cannot be read or changed while backward runs: do it when backward has ended")
-        if engine.ranks.size > 1 and not engine.executor.agreement.settled:
+        if engine.replicas is not None or (engine.ranks.size > 1 and not engine.executor.agreement.settled):
             engine.flush()
         else:
             engine.settle()

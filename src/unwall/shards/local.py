@@ -38,7 +38,9 @@ def show(param: nn.Parameter, view: torch.Tensor) -> None:
         wrapper: Any = distributed_like(param, view)
         torch.Tensor.data.__set__(param, wrapper)  # type: ignore[attr-defined]
         param._spec = wrapper._spec  # type: ignore[attr-defined]
-    param._local_tensor = view  # type: ignore[attr-defined]
+    # With a version counter of its own: what a forward takes out of the DTensor (``to_local``) is saved with that one, and the
+    # flat buffer's counts fetches, too.
+    param._local_tensor = view.data  # type: ignore[attr-defined]
 
 
 def distributed_like(param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
