@@ -60,8 +60,10 @@ class Fresh:
         for segment in self.group.owned_segments():
             tensor = self.tensors.get(segment.slot)
             if tensor is not None:
-                part = Part(Box.whole(tensor.shape), segment.start, segment.numel)
-                yield Wanted(tensor, part, self.run[segment.shard_start : segment.shard_start + segment.numel])
+                at = segment.shard_start
+                for part in parts_of(self.group.params[segment.slot], segment.start, segment.numel):
+                    yield Wanted(tensor, part, self.run[at : at + part.numel])
+                    at += part.numel
 
     def undo(self) -> None:
         self.run.fill_(self.initial)

@@ -37,6 +37,13 @@ def writes(param: nn.Parameter, others: Others) -> bool:
     return all(dimension.ranks.rank == 0 for dimension in others.tensor if dimension.name not in spread)
 
 
+def refuse_spread(model: nn.Module, what: str, instead: str) -> None:
+    """For files of whole weights, which know nothing of tensor ranks."""
+    for name, param in model.named_parameters():
+        if is_distributed(param):
+            raise ValueError(f"{what}: {name} is spread over tensor ranks. {instead}")
+
+
 def _boxes(param: nn.Parameter) -> list[Box]:
     """Boxes of the whole parameter that, end to end, are the local part. Packed weights are cut in several places."""
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
