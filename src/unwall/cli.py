@@ -49,6 +49,18 @@ def demo(steps: int = typer.Option(150, min=1, help="Training steps.")) -> None:
 
 
 @app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of a run, as `unwall train --out` writes it.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in the directory.")] = None,
+) -> None:
+    """Write one HTML page about a run: loss, speed, memory per tier, the time line of a step, the plan against it."""
+    with _said_plainly():
+        from unwall.report.page import write_report
+
+        typer.echo(str(write_report(run_dir, out)))
+
+
+@app.command()
 def probe(
     disk: Annotated[str | None, typer.Option(help="A directory on the drive to measure.")] = None,
     refresh: Annotated[bool, typer.Option(help="Measure again, whatever is remembered.")] = False,
