@@ -22,11 +22,10 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
         if kind == "recompute" and not found:
             _say_nothing_is_recomputed(model)
     if kind == "host":
-        saved = engine.forward.saved
-        stay = {param.untyped_storage()._cdata for group in engine.groups if not group.evictable for param in group.params}
+        saved, staying = engine.forward.saved, engine.staying
 
         def is_state(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage()._cdata in stay or saved.group_of(tensor) is not None
+            return tensor.untyped_storage()._cdata in staying or saved.group_of(tensor) is not None
 
         saved.layers.append(SavedOnHost(engine.tiers.links, engine.tiers.host, engine.device.device, is_state))
 

@@ -91,6 +91,8 @@ class Engine:
         """Called before anything looks at the parameters' values or changes them: see ``edge``."""
         self.outside: Any = None
         """Who is asked for parameters that no pass shows (runtime/outside.py). Only kept here."""
+        self.staying = {group.buffer.key for group in groups if not group.evictable}
+        """The storages of flat buffers that are never dropped."""
         self.lent: set[int] = set()
         """Parameters (by id) that are whole and the user's now, inside ``full_params``."""
         self.loading: set[int] = set()
@@ -106,6 +108,8 @@ class Engine:
         """Told of each gradient that arrives, or is changed by hand. They may refuse it."""
         self.lookers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told before someone looks at gradients or changes them: they do what they had put off until the step."""
+        self.movers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
+        """Told before states move to other tiers: what was computed ahead of a step, and the memory for it, goes."""
         self.skipped = 0
         """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
         self.root: weakref.ref[nn.Module] | None = None
@@ -154,6 +158,10 @@ class Engine:
     def looked_at(self) -> None:
         """Someone is about to look at gradients, or to change them."""
         self._tell(self.lookers, 0)
+
+    def about_to_move(self) -> None:
+        """The states are about to move to other tiers."""
+        self._tell(self.movers, 0)
 
     def refuse_if_used(self, index: int) -> None:
         """A group's gradient is about to be changed. Raises where an update has used it already."""
@@ -220,6 +228,7 @@ class Engine:
         self.executor.grown()
         self.backward.grown()
         self.forward.saved.follow(groups)
+        self.staying.update(group.buffer.key for group in groups if not group.evictable)
 
     def _count_copies(self, groups: list[Group]) -> None:
         for group in groups:

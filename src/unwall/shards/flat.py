@@ -116,6 +116,22 @@ class FlatBuffer:
         except RuntimeError:  # "not resizable": someone made a numpy array of it
             self._leave()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether autograd holds views of it, for a backward that may still come, or someone else does. The parameters show
+        other tensors by now."""
+        return sys.getrefcount(self.saved) > self._own_refs or not self._is_ours()
+
+    def free(self) -> None:
+        """The group has another one from now on. Whoever else holds the storage keeps it."""
+        self._outwait()
+        if self._known is not None:
+            self._known[0].pop(self.key, None)
+        block, self._block = self._block, None
+        self.tensor, self.views = self.tensor.new_empty(0), []
+        if block is not None:
+            self._device.free(block)
+
     def _outwait(self) -> None:
         while self._work:
             with suppress(Exception):  # whoever asked for it is told
@@ -139,8 +155,4 @@ class FlatBuffer:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if self._known is not None:
-            self._known[0].pop(self.key, None)
-        block, self._block = self.block, None
-        self.tensor, self.views = self.tensor.new_empty(0), []
-        self._device.free(block)
+        self.free()
