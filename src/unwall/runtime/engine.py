@@ -17,6 +17,7 @@ from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
+from unwall.runtime.onlooker import Onlooker
 from unwall.runtime.places import find_places
 from unwall.runtime.replicas import Replicas
 from unwall.runtime.shown import Shown
@@ -124,9 +125,19 @@ class Engine:
         """The names of parameters (by id) and buffers (by the id of their module and their name in it) that came from the meta
         device, and that nothing was written to yet."""
         self.failures = FailureDomain()
+        self._onlooker = self._watched_over()
         _live.add(self)
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
+
+    def _watched_over(self) -> Onlooker | None:
+        """The other ranks are told of passes that end unseen."""
+        agreement = self.executor.agreement
+        if self.ranks.size == 1 or not isinstance(agreement, Agreement):
+            return None
+        onlooker = Onlooker(self.forward, self.backward, agreement, self.device.device)
+        self.ranks.control.watch.onlookers.add(onlooker)
+        return onlooker
 
     @property
     def device(self) -> DeviceTier:
