@@ -11,9 +11,10 @@ from torch import nn
 from unwall.tiers.sizes import format_bytes, parse_bytes
 
 Placement = Literal["auto", "device", "host", "disk"]
-Activations = Literal["keep", "recompute", "host", "disk"]
+Activations = Literal["auto", "keep", "recompute", "host", "disk"]
 
 _PLACEMENTS = ("auto", "device", "host", "disk")
+_ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,13 +37,14 @@ class Plan:
     """The tier gradients land on. It is that of the optimizer state, which is what ``"auto"`` means."""
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
-    activations: Activations = "keep"
+    activations: Activations = "auto"
     """Between forward and backward: ``"keep"``; ``"recompute"`` the repeated blocks; ``"host"``: the same, and their inputs
-    wait on the host."""
+    wait on the host. ``"auto"`` measures, and decides for each block so that a step is fastest on this card."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
-    """What unwall may hold on the device (activations are not counted). None: what activations leave of it, as measured."""
+    """What unwall may hold on the device. With ``activations="auto"`` activations are part of it, as far as recomputing them
+    helps; otherwise they come on top. None: all of the card."""
     host_bytes: int | str | None = None
     """What unwall may hold in host memory. None: all of it."""
     disk_bytes: int | str | None = None
@@ -73,8 +75,8 @@ class Plan:
             value = getattr(self, name)
             if value not in _PLACEMENTS:
                 raise PlanError(f"{name} is one of {', '.join(_PLACEMENTS)}, got {value!r}")
-        if self.activations not in ("keep", "recompute", "host", "disk"):
-            raise PlanError(f"activations is one of keep, recompute, host, disk, got {self.activations!r}")
+        if self.activations not in _ACTIVATIONS:
+            raise PlanError(f"activations is one of {', '.join(_ACTIVATIONS)}, got {self.activations!r}")
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None:

@@ -38,10 +38,11 @@ def assemble(
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
+    engine.least_device_bytes = least_device_bytes(sizes, homes)
     probe = probe_of(tiers.device.device)
     if plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in groups):
         live = tiers.device.ledger
-        engine.executor.keep_within(Limit(probe, lambda: live.live_bytes, least_device_bytes(sizes, homes)))
+        engine.executor.keep_within(Limit(probe, lambda: live.live_bytes, engine.least_device_bytes))
     install(engine, model)
     interrupts.install()
     return engine

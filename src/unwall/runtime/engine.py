@@ -70,6 +70,10 @@ class Engine:
             self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out, self.turn
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
+        self.least_device_bytes = 0
+        """What states need on the device in any case."""
+        self.activations: Any = None
+        """Who decides about activations (runtime/auto.py), if anybody does. Told when a pass with gradients begins."""
         self.version = 0
         """Counts changes of the parameters' values."""
         self.edges: list[Callable[[], None]] = []
@@ -162,6 +166,8 @@ class Engine:
             self.look_again(self)
         if self.unwritten:
             raise RuntimeError(self._never_loaded())
+        if self.activations is not None and torch.is_grad_enabled():
+            self.activations.begin_pass()
 
     def _never_loaded(self) -> str:
         names = list(self.unwritten.values())

@@ -144,12 +144,24 @@ class SavedOnHost:
         self._leaving: deque[tuple[Leaving, weakref.ref[Moved]]] = deque()
         self._leaving_bytes = 0
         self._count = 0
+        self.active = True
+        """Whether what is saved now moves."""
+
+    @property
+    def flight_bytes(self) -> int:
+        """What is on its way takes so much of the device."""
+        return max(self._in_flight_bytes, self._ahead_bytes)
+
+    def bound(self, room_bytes: int) -> None:
+        """Of so much room on the device what is on its way may take a small part."""
+        most = max(0, room_bytes // 16)
+        self._in_flight_bytes, self._ahead_bytes = min(IN_FLIGHT_BYTES, most), min(AHEAD_BYTES, most)
 
     # -- the layer ----------------------------------------------------------------------------------------------------
 
     def pack(self, value: Any, /) -> Any:
         recomputed = torch._C._current_graph_task_id() != -1  # backward uses it at once
-        if recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
+        if not self.active or recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
             return value
         with self._lock:
             moved = self._find(value) or self._send(value)
