@@ -40,6 +40,9 @@ class Plan:
     activations: Activations = "auto"
     """Between forward and backward: ``"keep"``; ``"recompute"`` the repeated blocks; ``"host"``: the same, and their inputs
     wait on the host. ``"auto"`` measures, and decides for each block so that a step is fastest on this card."""
+    sequence_tiles: int | None = None
+    """In how many parts of the sequence MLPs and norms run, each computed again in backward: for very long samples. None: as
+    they are, unless ``activations="auto"`` finds a block that would not fit otherwise."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
@@ -86,6 +89,9 @@ class Plan:
                     raise PlanError(str(error)) from error
         if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
             raise PlanError(f"passes is a whole number, 1 or more, got {self.passes!r}")
+        tiles = self.sequence_tiles
+        if tiles is not None and (not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1):
+            raise PlanError(f"sequence_tiles is a whole number, 1 or more, or None, got {tiles!r}")
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in _COMPUTE_DTYPES:

@@ -20,12 +20,15 @@ from unwall.runtime.card import CountedCard, card_of
 from unwall.runtime.engine import Engine
 from unwall.runtime.recompute import recompute_blocks, repeated_blocks
 from unwall.runtime.saved_on_host import SavedOnHost
+from unwall.runtime.sequence_tiles import Tiles
 from unwall.schedule.limit import Limit
 
 
 def arrange_activations(engine: Engine, model: nn.Module) -> None:
     """Does what the plan says. ``"keep"`` is what autograd does anyway."""
-    kind = engine.plan.activations
+    kind, tiles = engine.plan.activations, engine.plan.sequence_tiles
+    if tiles is not None:
+        Tiles(model, tiles)
     if kind == "auto":
         decide_by_measuring(engine, model)
     if kind in ("recompute", "host"):
@@ -58,6 +61,8 @@ def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
     mover = _mover(engine)
     mover.active = False
     auto = engine.activations = Auto(engine, len(blocks), room, mover, _is_state(engine))
+    if engine.plan.sequence_tiles is None and device.type == "cuda":
+        auto.tiles = Tiles(model)
     for number, block in enumerate(blocks):
         if block._compiled_call_impl is None:
             block.forward = _decided(auto, number, BlockCall(block, block.forward, device))

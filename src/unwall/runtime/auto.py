@@ -24,11 +24,12 @@ import torch
 from unwall.runtime.activation_room import ActivationRoom
 from unwall.runtime.block_call import BlockCall, caches_in, given_tensors, is_filled, moving
 from unwall.runtime.census import Census
-from unwall.runtime.engine import Engine
+from unwall.runtime.engine import ActivationStats, Engine
 from unwall.runtime.link_speed import link_of
 from unwall.runtime.recompute import inside_checkpoint
 from unwall.runtime.saved_on_host import SavedOnHost
-from unwall.schedule.activations import NO_LINK, Choice, Measured, everywhere, held_bytes, peak_bytes
+from unwall.runtime.sequence_tiles import Tiles
+from unwall.schedule.activations import NO_LINK, Choice, Measured, everywhere, held_bytes, moved_bytes, peak_bytes
 from unwall.schedule.observed import Observed, is_met, worst
 
 MEASURED_PASSES = 2
@@ -59,6 +60,8 @@ class Auto:
         self._count = blocks
         self._mover = mover
         self._stays = stays
+        self.tiles: Tiles | None = None
+        """Where one block alone does not fit, its token-wise modules run in more of them. None: the plan says how many."""
         self.left_alone = False
         """The model checkpoints by itself."""
         self.used: list[Choice] = ["keep"] * blocks
@@ -80,6 +83,18 @@ class Auto:
     def held_bytes(self) -> int:
         """What the blocks of this pass hold on the device, by our count."""
         return self._held
+
+    def account(self) -> ActivationStats:
+        """What became of the blocks' activations in the last pass."""
+        if not self.blocks:
+            return ActivationStats(survived=self.survived)
+        pairs = list(zip(self.blocks, self.used, strict=True))
+        return ActivationStats(
+            sum(held_bytes(*pair) for pair in pairs),
+            moved_bytes(self.blocks, self.used),
+            sum(block.kept_bytes for block, choice in pairs if choice in ("recompute", "host")),
+            self.survived,
+        )
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -114,7 +129,9 @@ class Auto:
         if census is None:
             return None
         census.forget()
-        if not census.calls or not self._size:
+        smaller = self._observed is not None and self._passes > MEASURED_PASSES + 1 and self._size < self._observed.size
+        self._measure_next = self._measure_next or smaller
+        if smaller or not census.calls or not self._size:
             return None
         blocks = tuple(census.read())
         self._held = 0
@@ -132,6 +149,9 @@ class Auto:
             self._decided[key] = observed.best(self._ratio, room, observed.link if may_move else NO_LINK)
         self._choices = self._decided[key]
         self.blocks = tuple(observed.scaled(self._ratio))
+        lacks = peak_bytes(self.blocks, self._choices) > room - observed.beyond_bytes
+        if lacks and may_move and self.tiles is not None and self.tiles.more():
+            self._measure_next = True
         tight = peak_bytes(self.blocks, self._choices) + observed.beyond_bytes > 0.9 * room
         kept = all(choice == "keep" for choice in self._choices)
         self._plain = kept and not tight and self._census is None
@@ -153,6 +173,7 @@ class Auto:
         if not self._size:
             self._begin_blocks(args, kwargs)
         if self._plain or self.left_alone:
+            self.used[number] = "keep"
             return block.keep(args, kwargs)
         choice = self.used[number] = self._choice(number, kwargs)
         run = functools.partial(self._run, choice, block, args, kwargs)

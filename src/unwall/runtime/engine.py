@@ -39,6 +39,20 @@ class Speculated:
     missed: int = 0
 
 
+@dataclass(frozen=True)
+class ActivationStats:
+    """What became of the activations of the model's blocks in the last pass, as ``Plan(activations="auto")`` measured it."""
+
+    kept_bytes: int = 0
+    """Held on the device from forward to backward, the inputs of recomputed blocks among them."""
+    moved_bytes: int = 0
+    """Sent to the host, and back."""
+    recomputed_bytes: int = 0
+    """Computed again in backward."""
+    survived: int = 0
+    """Forwards of blocks that ran again after an out-of-memory, since the model was sharded."""
+
+
 class Engine:
     """Everything unwall knows about one sharded model."""
 
