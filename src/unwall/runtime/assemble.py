@@ -16,7 +16,7 @@ from unwall.shards.arrange import arrange
 from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
 from unwall.shards.grouping import Cuts, uncut
-from unwall.shards.placement import Home, Sizes, least_device_bytes
+from unwall.shards.placement import Home, Sizes, host_bytes_of, host_working_bytes, least_device_bytes
 from unwall.tiers.tiers import Tiers
 
 
@@ -39,6 +39,8 @@ def assemble(
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     engine = Engine(plan, groups, gradients, tiers, ranks)
     engine.least_device_bytes = least_device_bytes(sizes, homes)
+    held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
+    engine.least_host_bytes = held + host_working_bytes(sizes, homes)
     probe = probe_of(tiers.device.device)
     if plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in groups):
         live = tiers.device.ledger

@@ -136,10 +136,11 @@ class Auto:
         blocks = tuple(census.read())
         self._held = 0
         beyond, left = self._room.beyond_bytes(peak_bytes(blocks, self.used)), self._room.left_bytes()
-        self._mover.bound(left)
-        if peak_bytes(blocks, everywhere("keep", blocks)) + beyond <= left:
-            return Observed(self._size, blocks, beyond, left, NO_LINK)
-        return Observed(self._size, blocks, beyond, left, link_of(engine, self._mover.flight_bytes))
+        link = NO_LINK
+        if peak_bytes(blocks, everywhere("keep", blocks)) + beyond > left:
+            link = link_of(engine, SavedOnHost.flight_of(left))
+            self._mover.bound(left, link.host_bytes)
+        return Observed(self._size, blocks, beyond, left, link)
 
     def _decide(self, observed: Observed, *, may_move: bool) -> None:
         step = max(1, observed.room_bytes // STEPS)

@@ -86,6 +86,8 @@ class Engine:
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.least_device_bytes = 0
         """What states need on the device in any case."""
+        self.least_host_bytes = 0
+        """The same on the host."""
         self.activations: Any = None
         """Who decides about activations (runtime/auto.py), if anybody does. Told when a pass with gradients begins."""
         self.version = 0

@@ -18,8 +18,9 @@ HOST_SHARE = 0.5
 def link_of(engine: Engine, flight_bytes: int) -> Link:
     """The link as ``schedule/activations.py`` wants it. Takes some milliseconds."""
     speed = SHARE * _bytes_per_second(engine.device.device)
-    free = engine.tiers.host.ledger.free_bytes
-    host_bytes = int(available_bytes() * HOST_SHARE / local_ranks()) if free is None else free
+    budget = engine.tiers.host.ledger.budget_bytes
+    spare = int(available_bytes() * HOST_SHARE / local_ranks())
+    host_bytes = spare if budget is None else min(spare, budget - engine.least_host_bytes)  # states come first
     fetched = sum(group.fetch_bytes for group in engine.groups if group.home.params != "device") / engine.ranks.size
     return Link(speed, max(0, host_bytes), flight_bytes, 0.0, fetched / speed)
 
