@@ -45,9 +45,9 @@ class Slow:
         self.case = CASES[0]
         exchange, expected = Control.exchange, Book.expected
 
-        def late(control, words, where):
+        def late(control, *args):
             time.sleep(self.case.delay_s)
-            return exchange(control, words, where)
+            return exchange(control, *args)
 
         Control.exchange = late
         Book.expected = lambda book, situation: None if self.case.negotiate else expected(book, situation)

@@ -65,6 +65,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     watch(made)
     _guard_plain_optimizers()
     load_waiting(model)
+    model.__dict__["_is_accelerate_prepared"] = True  # Accelerate puts no DDP or autocast around it
     return model
 
 

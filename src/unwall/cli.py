@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from unwall._version import __version__
 
@@ -45,6 +46,18 @@ def demo(steps: int = typer.Option(150, min=1, help="Training steps.")) -> None:
     losses = run(steps)
     if not losses[-1] < losses[0]:
         raise typer.Exit(code=1)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of a run, as `unwall train --out` writes it.")],
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in the directory.")] = None,
+) -> None:
+    """Write one HTML page about a run: loss, speed, memory per tier, the time line of a step, the plan against it."""
+    with _said_plainly():
+        from unwall.report.page import write_report
+
+        typer.echo(str(write_report(run_dir, out)))
 
 
 @app.command()
@@ -134,6 +147,71 @@ def _plan(
     console.print(tables(found) if verbose else short(found), soft_wrap=not verbose)
     if checked is not None:
         console.print(dry_run_table(checked))
+
+
+class _TrainCommand(TyperCommand):
+    """``--data`` and ``--eval-data`` take several files, as a shell writes out ``*.jsonl``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        from unwall.train.launch import spread
+
+        return super().parse_args(ctx, spread(args, ("--data", "--eval-data")))
+
+
+@app.command(cls=_TrainCommand)
+def train(
+    model: Annotated[str, typer.Option(help="A directory of transformers, or a config file: then the weights are random.")],
+    data: Annotated[list[str], typer.Option(help=".txt, .jsonl or .parquet files, or datasets directories.")],
+    out: Annotated[str, typer.Option(help="Where everything goes. The same command again goes on from there.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Its directory. Default: the model's.")] = None,
+    seq: Annotated[int, typer.Option(help="Tokens per sequence: samples are packed to this length.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Sequences per step, over all devices.")] = 8,
+    steps: Annotated[int | None, typer.Option(help="Steps. Default: one pass over the data.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: 2e-5, with --lora 2e-4.")] = None,
+    warmup: Annotated[float, typer.Option(help="Steps until it is reached, or below 1 a share of all steps.")] = 0.03,
+    schedule: Annotated[str, typer.Option(help="cosine, linear or constant.")] = "cosine",
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
+    clip: Annotated[float, typer.Option(help="The norm gradients are clipped to. 0: none.")] = 1.0,
+    accumulate: Annotated[int | None, typer.Option(help="Passes per step. Default: the planner chooses.")] = None,
+    eval_data: Annotated[list[str] | None, typer.Option(help="As --data, to evaluate on.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations. Default: only at the end.")] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints. 0: none, only the result.")] = 500,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the order of samples, and of random weights.")] = 0,
+    plan: Annotated[str, typer.Option(help="auto, or a .toml file with fields of unwall.Plan.")] = "auto",
+    device_bytes: Annotated[str | None, typer.Option(help="What unwall may hold per device, such as 20GiB.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="What it may hold in host memory, per device.")] = None,
+    disk: Annotated[str | None, typer.Option(help="A directory on a fast drive, for what does not fit.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train adapters; the model itself stays as it is.")] = False,
+    lora_rank: Annotated[int, typer.Option(help="Of the adapters.")] = 16,
+    lora_alpha: Annotated[float | None, typer.Option(help="Their scale. Default: twice the rank.")] = None,
+    lora_dropout: Annotated[float, typer.Option(help="Dropout in front of them.")] = 0.0,
+    lora_targets: Annotated[str, typer.Option(help="Names of modules, separated by commas.")] = "all-linear",
+    states: Annotated[str, typer.Option(help="exact: fp32 master and moments.")] = "exact",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
+    nproc: Annotated[int | None, typer.Option(help="Processes to start on this machine. Under torchrun leave it out.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="A sample that cannot be read ends the run.")] = False,
+    on_nonfinite: Annotated[str, typer.Option(help="A loss that is not finite: stop, or skip the step.")] = "stop",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The plan in detail.")] = False,
+) -> None:
+    """Fine-tune a causal language model, or train one from a config, on files. Goes on where it was stopped."""
+    given = dict(locals())
+    with _said_plainly():
+        from unwall.train.launch import check_launcher, launch, under_launcher
+        from unwall.train.options import Options
+
+        options = Options(**given | {"data": tuple(data), "eval_data": tuple(eval_data or ())})
+        check_launcher(nproc)
+        if nproc is not None and not under_launcher():
+            code = launch(nproc, sys.argv[1:])
+        else:
+            from unwall.train.command import run
+
+            with _progress() as told:
+                code = run(options, told)
+    if code:
+        raise typer.Exit(code=code)
 
 
 @app.command()

@@ -67,6 +67,11 @@ class Plan:
     ignore: Callable[[str, nn.Parameter], bool] | None = None
     """Given a parameter's name and the parameter: True to leave it alone. It stays whole on every rank, its gradient stays in
     ``.grad`` and is not averaged, and an optimizer of your own updates it."""
+    tiles: int | Callable[[str, nn.Parameter], int | None] | None = None
+    """Into how many tiles the weights of linear layers, embeddings and stacked experts are cut: fetched, used and dropped, and
+    their gradients reduced, one after the other. A number for all of them, or a function of a parameter's name and the
+    parameter (1 or None: it stays whole). None: those that do not fit ``device_bytes`` whole are cut, into as many as
+    needed."""
     output_dtype: torch.dtype | Callable[[str, nn.Module], torch.dtype | None] | None = None
     """What the floating-point outputs of the model are cast to. Or a function of a module's name and the module ("" is the
     model itself), for the outputs of any module; None leaves them as they are."""
@@ -104,6 +109,11 @@ class Plan:
             raise PlanError(f"ignore is a function of a parameter's name and the parameter, got {self.ignore!r}")
         if not (self.output_dtype is None or isinstance(self.output_dtype, torch.dtype) or callable(self.output_dtype)):
             raise PlanError(f"output_dtype is a dtype, a function of a name and a module, or None, got {self.output_dtype!r}")
+        if isinstance(self.tiles, bool) or not (self.tiles is None or callable(self.tiles) or _is_count(self.tiles)):
+            raise PlanError(
+                f"tiles is a whole number, 1 or more, a function of a parameter's name and the parameter, or None, got "
+                f"{self.tiles!r}"
+            )
         for folder in self.disk if isinstance(self.disk, tuple | list) else (self.disk,) * (self.disk is not None):
             if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
                 raise PlanError(
@@ -123,6 +133,13 @@ class Plan:
         from unwall.deepspeed import plan_of  # reads into a Plan, so it imports this file
 
         return plan_of(config)
+
+    def tiles_of(self, name: str, param: nn.Parameter) -> int | None:
+        """Into how many tiles the plan wants a parameter to be cut. None: it does not say."""
+        wanted = self.tiles(name, param) if callable(self.tiles) else self.tiles
+        if wanted is not None and not _is_count(wanted):
+            raise PlanError(f"tiles gives a whole number, 1 or more, or None, got {wanted!r} for {name}")
+        return wanted
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -154,3 +171,7 @@ class Plan:
                 continue
             shown.append(f"{field.name}={format_bytes(value) if field.name.endswith('_bytes') else value}")
         return f"Plan({', '.join(shown)})"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -203,3 +203,37 @@ def test_every_rank_is_told_of_damage_that_one_of_them_found(ranks, tmp_path):
     for error, changed in ranks(2).run(load_damaged, tmp_path):
         assert "rank-00001.safetensors is damaged: param" in error
         assert changed == []
+
+
+def load_into_a_fresh_one(path):
+    """The last rank's last byte is damaged. What a rank was told, what that has changed of a model that was just built, and
+    what is wrong after a load of a good one."""
+    rank, world = rank_and_world()
+    model, optimizer = begin(SETUP, TIERS["host"], path)
+    step(model, optimizer, SETUP, 0)
+    good, bad = (unwall.save(path / "saved", model, optimizer) for _ in range(2))
+    expected = everything(model, optimizer)
+    fresh, trained = begin(SETUP, TIERS["host"], path)
+    before = states_of(fresh)
+    if rank == 0:
+        file = bad / f"rank-{world - 1:05d}.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(unwall.CheckpointError) as caught:
+        unwall.load(bad, fresh, trained)
+    changed = differing(before, states_of(fresh))
+    unwall.load(good, fresh, trained)
+    return str(caught.value), changed, differing(expected, everything(fresh, trained))
+
+
+def states_of(model):
+    """Also those that no step has touched."""
+    groups = unwall.api.engine(model).groups
+    return {store.label: store.tensor(False).clone() for group in groups for store in (group.param, *group.states.values())}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_was_read_into_a_fresh_optimizer_is_taken_back(ranks, tmp_path, world):
+    for told, changed, wrong in ranks(world).run(load_into_a_fresh_one, tmp_path):
+        assert "is damaged: exp_avg_sq of" in told
+        assert changed == []
+        assert wrong == []

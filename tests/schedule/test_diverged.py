@@ -191,9 +191,9 @@ def train_with_slow_words(delay_s):
     """Training in which each exchange takes longer gives the same values."""
     exchange = Control.exchange
 
-    def late(control, words, where):
+    def late(control, *args):
         time.sleep(delay_s * (control.rank + 1))
-        return exchange(control, words, where)
+        return exchange(control, *args)
 
     Control.exchange = late
     try:

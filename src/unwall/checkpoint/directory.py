@@ -4,6 +4,11 @@
 A checkpoint is complete when its manifest is there, which is renamed into place last. One without belongs to a save that is
 under way, or to a process that died. The difference is a lock (``flock``) on a file in it: the kernel drops it when its owner
 ends, however it ends. Making, looking at and removing checkpoints in the making is done under a lock of the whole directory.
+
+[Note: removal]
+To give the bytes of a large file back takes a drive about as long as to write a good part of it. So an old checkpoint only
+loses its manifest and its name while somebody waits; a thread removes the rest. The next save waits for that thread, because it
+needs the room. What is left of a process that died meanwhile goes with other partial ones.
 """
 
 import contextlib
@@ -11,6 +16,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +24,7 @@ from unwall.checkpoint.manifest import MANIFEST
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _LOCK, _WRITING = ".lock", "writing"
+_REMOVED = ".removed-"
 _PARTIAL = f"{MANIFEST}.partial"
 
 
@@ -82,6 +89,7 @@ def claim(directory: str | Path) -> Claimed:
     if (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is a checkpoint: save into the directory that holds it, {directory.parent}")
     directory.mkdir(parents=True, exist_ok=True)
+    finish_removals()
     with _locked(directory):
         _remove_partial(directory)
         last = max((_number(path) for path in _numbered(directory)), default=0)
@@ -94,11 +102,36 @@ def claim(directory: str | Path) -> Claimed:
 
 def remove_old(directory: str | Path, keep: int) -> None:
     """Removes all complete checkpoints but the newest ``keep``. The manifest goes first: none is ever half there."""
+    removed = []
     with _locked(Path(directory)):
         for path in complete(directory)[:-keep]:
             (path / MANIFEST).unlink()
             sync_directory(path)
+            removed.append(path.rename(path.with_name(f"{_REMOVED}{path.name}")))
+    if removed:
+        _remove_beside(removed)
+
+
+_removing: set[threading.Thread] = set()
+
+
+def _remove_beside(paths: list[Path]) -> None:
+    """See [Note: removal]. Not a daemon: a script that ends after its last save leaves nothing behind."""
+
+    def remove() -> None:
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
+        _removing.discard(threading.current_thread())
+
+    thread = threading.Thread(target=remove, name="unwall removes checkpoints", daemon=False)
+    _removing.add(thread)
+    thread.start()
+
+
+def finish_removals() -> None:
+    """What was removed has given its bytes back."""
+    for thread in list(_removing):
+        thread.join()
 
 
 def sync_directory(path: Path) -> None:
@@ -112,6 +145,8 @@ def sync_directory(path: Path) -> None:
 
 def _remove_partial(directory: Path) -> None:
     """See [Note: complete or not there]."""
+    for path in directory.glob(f"{_REMOVED}checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
     for path in _numbered(directory):
         if (path / MANIFEST).exists():
             continue

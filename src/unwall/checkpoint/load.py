@@ -10,23 +10,27 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from unwall.checkpoint.checked_reading import read_checked
 from unwall.checkpoint.directory import find
 from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.generators import write_generators
-from unwall.checkpoint.manifest import Manifest
+from unwall.checkpoint.manifest import Manifest, Tensor
 from unwall.checkpoint.matching import Matched, match
 from unwall.checkpoint.meeting import Meeting
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
 from unwall.checkpoint.reader import CheckpointFiles
-from unwall.checkpoint.restoring import Goal, Restorer
+from unwall.checkpoint.restoring import Fresh, Goal, Restorer, fresh_state
 from unwall.checkpoint.save import finish_pending
 from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
+from unwall.optim.adamw import AdamW
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.wrap import Wrapped
 from unwall.runtime.engine import Engine
+from unwall.shards.group import Group
 from unwall.shards.states import StateSpec
+from unwall.shards.store import Store
 
 
 @dataclass
@@ -41,6 +45,8 @@ class _Prepared:
     """Values, by name."""
     buffers: dict[str, torch.Tensor]
     trees: dict[str, Any]
+    read: set[tuple[int, str]]
+    """States of groups that have their values already. See [Note: once]."""
 
     @property
     def manifest(self) -> Manifest:
@@ -76,34 +82,77 @@ def _prepare(
         error = failure
     directory = Path(meeting.agree(error, None if found is None else str(found))[0])
     prepared: _Prepared | None = None
+    fresh: dict[tuple[int, str], Fresh] = {}
     try:
-        names = names_of(model, engine)
-        trained = check_optimizer(optimizer, engine)
-        if engine.lent:
-            raise RuntimeError("unwall.load inside unwall.full_params: leave the context first")
-        engine.finish()
-        manifest = read_manifest(directory)
-        matched = match(manifest, engine, names, trained, str(directory))
-        files = CheckpointFiles(directory, manifest)
-        files.verify(matched.tensors, meeting.rank, meeting.size)
-        prepared = _read_small(files, names, matched, engine, trained)
+        prepared = _match(directory, engine, model, optimizer)
+        fresh = _fresh(engine, prepared)
     except BaseException as failure:
         error = failure
-    meeting.agree(error)
+    everywhere = set.intersection(*map(set, meeting.agree(error, list(fresh))))
     assert prepared is not None
+    fresh = {key: state for key, state in fresh.items() if key in everywhere}
+    try:
+        _forget(engine)
+        _verify(prepared, fresh, meeting)
+    except BaseException as failure:
+        error = failure
+    try:
+        meeting.agree(error)
+    except BaseException:
+        prepared.files.close()
+        for state in fresh.values():
+            state.undo()
+        raise
+    prepared.read = everywhere
     return prepared
 
 
-def _read_small(
-    files: CheckpointFiles, names: Names, matched: Matched, engine: Engine, optimizer: ShardedOptimizer | None
-) -> _Prepared:
+def _match(directory: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Prepared:
+    names = names_of(model, engine)
+    trained = check_optimizer(optimizer, engine)
+    if engine.lent:
+        raise RuntimeError("unwall.load inside unwall.full_params: leave the context first")
+    engine.finish()
+    manifest = read_manifest(directory)
+    matched = match(manifest, engine, names, trained, str(directory))
+    return _Prepared(CheckpointFiles(directory, manifest), names, trained, matched, {}, {}, {}, set())
+
+
+def _fresh(engine: Engine, prepared: _Prepared) -> dict[tuple[int, str], Fresh]:
+    """States that can be read into their places before everything is verified, by group and name. See [Note: once]."""
+    optimizer = prepared.optimizer
+    if not isinstance(optimizer, AdamW) or any("step" in entry for entry in optimizer.state.values()):
+        return {}
+    found = {}
+    for group in engine.groups:
+        if any(key.owner == optimizer.own.owner for key in group.states):
+            for spec, store, tensors in _states(group, prepared.matched, optimizer):
+                state = fresh_state(group, tensors, store, spec.initial)
+                if state is not None:
+                    found[group.index, spec.name] = state
+    return found
+
+
+def _verify(prepared: _Prepared, fresh: dict[tuple[int, str], Fresh], meeting: Meeting) -> None:
+    """Reads what is fresh, and verifies everything: the ranks share what is to be read again."""
+    once = {id(tensor) for state in fresh.values() for tensor in state.tensors.values()}
+    files = prepared.files
+    files.keeps = True
+    files.verify([t for t in prepared.matched.tensors if id(t) not in once], meeting.rank, meeting.size)
+    read_checked(files, (wanted for state in fresh.values() for wanted in state.wanted()))
+    files.keeps = False
+    _read_small(prepared, meeting)
+
+
+def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     """Values, buffers and trees: everything that is not a state of a group."""
+    files, names, matched, optimizer = prepared.files, prepared.names, prepared.matched, prepared.optimizer
     manifest = files.manifest
     files.verify([*matched.values.values(), *matched.buffers.values()])  # another rank's share of them, too
     small = {name: files.read_whole(tensor) for name, tensor in matched.values.items()}
     buffers = {name: files.read_whole(tensor) for name, tensor in matched.buffers.items()}
-    same = manifest.world_size == engine.ranks.size
-    trees = dict(manifest.ranks[0]) | (manifest.ranks[engine.ranks.rank] if same else {})
+    same = manifest.world_size == meeting.size
+    trees = dict(manifest.ranks[0]) | (manifest.ranks[meeting.rank] if same else {})
     if not same:
         trees["rng"] = None
     entry = None if optimizer is None else manifest.optimizer
@@ -116,18 +165,16 @@ def _read_small(
     if states != set(names.states):
         other = sorted(states ^ set(names.states))[0]
         raise CheckpointError(f"{files.directory} is of another model: of module {other!r}, one of them has an extra state")
-    return _Prepared(files, names, optimizer, matched, small, buffers, decoded)
+    prepared.small, prepared.buffers, prepared.trees = small, buffers, decoded
 
 
 def _restore(engine: Engine, prepared: _Prepared) -> None:
     matched, names, optimizer = prepared.matched, prepared.names, prepared.optimizer
     if isinstance(optimizer, Wrapped):
         _keep_more(optimizer, matched)
-    engine.version += 1
-    for group in engine.groups:
-        group.generation += 1
+    _forget(engine)
     restorer = Restorer(engine.tiers, prepared.files)
-    restorer.load(_goals(engine, restorer, matched, optimizer))
+    restorer.load(_goals(engine, restorer, prepared))
     with torch.no_grad():
         for param in names.params.values():
             if id(param) not in engine.places:
@@ -148,19 +195,34 @@ def _restore(engine: Engine, prepared: _Prepared) -> None:
         write_generators(prepared.trees["rng"], engine.device.device)
 
 
-def _goals(engine: Engine, restorer: Restorer, matched: Matched, optimizer: ShardedOptimizer | None) -> Iterator[Goal]:
+def _forget(engine: Engine) -> None:
+    """What was computed from the states as they are is of no use any more."""
+    engine.version += 1
+    for group in engine.groups:
+        group.generation += 1
+
+
+def _goals(engine: Engine, restorer: Restorer, prepared: _Prepared) -> Iterator[Goal]:
     """Backwards: see [Note: twice] in reader.py."""
-    stepped = {param for param, _ in matched.states}
+    matched, optimizer = prepared.matched, prepared.optimizer
     for group in reversed(engine.groups):
-        slots = dict(enumerate(group.params))
         if optimizer is not None:
-            kept = any(key.owner == optimizer.own.owner for key in group.states)  # not of frozen parameters
-            specs = optimizer.rule.specs(group) if kept or any(id(param) in stepped for param in group.params) else ()
-            for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
-                found = {slot: matched.states.get((id(param), spec.name)) for slot, param in slots.items()}
-                states = {slot: tensor for slot, tensor in found.items() if tensor is not None}
-                yield restorer.state(group, states, store, spec.initial)
-        yield restorer.master(group, {slot: matched.params[id(param)] for slot, param in slots.items()})
+            for spec, store, states in _states(group, matched, optimizer):
+                if (group.index, spec.name) not in prepared.read:
+                    yield restorer.state(group, states, store, spec.initial)
+        yield restorer.master(group, {slot: matched.params[id(param)] for slot, param in enumerate(group.params)})
+
+
+def _states(
+    group: Group, matched: Matched, optimizer: ShardedOptimizer
+) -> Iterator[tuple[StateSpec, Store, dict[int, Tensor]]]:
+    """Every state that an optimizer keeps of a group, and of each slot that is in the checkpoint its tensor."""
+    kept = any(key.owner == optimizer.own.owner for key in group.states)  # not of frozen parameters
+    stepped = any((id(param), spec.name) in matched.states for param in group.params for spec in optimizer.rule.specs(group))
+    specs = optimizer.rule.specs(group) if kept or stepped else ()
+    for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
+        found = {slot: matched.states.get((id(param), spec.name)) for slot, param in enumerate(group.params)}
+        yield spec, store, {slot: tensor for slot, tensor in found.items() if tensor is not None}
 
 
 def _keep_more(optimizer: Wrapped, matched: Matched) -> None:

@@ -24,7 +24,7 @@ from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
 CHUNK_ELEMENTS = 1 << 21
-CHUNKS_AHEAD = 3
+CHUNKS_AHEAD = 6
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,10 @@ class LotReader:
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._spare: list[torch.Tensor] = []
-        self._joined: torch.Tensor | None = None
 
-    def read(self, lot: Lot) -> Iterator[tuple[Span, torch.Tensor]]:
-        """The lot's elements, span by span or in parts of spans, in order, as flat tensors in host memory. Each is good until
-        the next one is asked for."""
+    def read(self, lot: Lot) -> Iterator[tuple[Span, tuple[torch.Tensor, ...]]]:
+        """The lot's elements, span by span or in parts of spans, in order, as flat tensors in host memory: one, or the two
+        halves of a split master. They are good until the next ones are asked for."""
         chunks = deque(_chunks(lot.spans))
         coming: deque[tuple[tuple[int, int], list[_Arrival]]] = deque()
         position = 0
@@ -99,11 +98,10 @@ class LotReader:
                 coming.append(((low, high), [self._begin(lot, held, low, high) for held in lot.held]))
             (low, high), arrivals = coming.popleft()
             parts = [arrival.finish() for arrival in arrivals]
-            values = parts[0] if len(parts) == 1 else self._join(*parts)
             while position < len(lot.spans) and lot.spans[position].start < high:
                 span = lot.spans[position]
                 start, end = max(span.start, low), min(span.start + span.numel, high)
-                yield span, values[start - low : end - low]
+                yield span, tuple(part[start - low : end - low] for part in parts)
                 if span.start + span.numel > high:
                     break
                 position += 1
@@ -128,15 +126,6 @@ class LotReader:
         buffer = self._buffer(nbytes)
         tickets = self._tiers.disk.read(held.block, low * held.dtype.itemsize, buffer.data_ptr(), nbytes, keep=buffer)
         return _Arrival(buffer[:nbytes].view(held.dtype), buffer, *tickets, label=lot.label)
-
-    def _join(self, half: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-        """A split master in one, in a buffer that is used again."""
-        pool = self._tiers.host.pool
-        assert pool is not None
-        if self._joined is None:
-            self._joined = _memory(CHUNK_ELEMENTS * 4).view(torch.float32)
-        pool.join(self._joined.data_ptr(), half.data_ptr(), rest.data_ptr(), half.numel(), keep=(half, rest)).wait()
-        return self._joined[: half.numel()]
 
     def _buffer(self, nbytes: int, pinned: bool = False) -> torch.Tensor:
         if self._spare:

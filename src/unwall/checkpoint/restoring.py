@@ -45,6 +45,36 @@ class Goal:
     """The owned run itself, where that is host memory of this dtype: it is read right there, without ``put``."""
 
 
+@dataclass(frozen=True)
+class Fresh:
+    """A state in memory that has its first value everywhere, and what it is to become. See [Note: once]."""
+
+    run: torch.Tensor
+    """The owned run."""
+    initial: float
+    group: Group
+    tensors: Mapping[int, Tensor]
+    """Of each slot that is in the checkpoint, in the dtype of the run."""
+
+    def wanted(self) -> Iterator[Wanted]:
+        for segment in self.group.owned_segments():
+            tensor = self.tensors.get(segment.slot)
+            if tensor is not None:
+                part = Part(Box.whole(tensor.shape), segment.start, segment.numel)
+                yield Wanted(tensor, part, self.run[segment.shard_start : segment.shard_start + segment.numel])
+
+    def undo(self) -> None:
+        self.run.fill_(self.initial)
+
+
+def fresh_state(group: Group, tensors: Mapping[int, Tensor], store: Store, initial: float) -> Fresh | None:
+    """None where it is not in memory, or in another dtype in the checkpoint."""
+    block = store.block
+    if not isinstance(block, MemoryBlock) or any(tensor.dtype != store.dtype for tensor in tensors.values()):
+        return None
+    return Fresh(block.view(store.dtype), initial, group, tensors)
+
+
 class Restorer:
     """Loads goals through a few buffers."""
 

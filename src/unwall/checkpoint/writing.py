@@ -21,14 +21,14 @@ def write_file(engine: Engine, contents: Contents, directory: Path, loans: Loans
     """This rank's file, on the disk. Gives its manifest."""
     stream = OutStream(directory / contents.file, contents.nbytes)
     try:
-        stream.append(_bytes(torch.frombuffer(bytearray(contents.header), dtype=torch.uint8)))
+        stream.append((torch.frombuffer(bytearray(contents.header), dtype=torch.uint8),))
         for number, tensor in enumerate(contents.small):
-            stream.append(_bytes(tensor), number)
+            stream.append((_bytes(tensor),), number)
         reader = LotReader(engine.tiers)
         with _on_device(engine):
             for lot in contents.lots:
                 for span, values in reader.read(lot):
-                    stream.append(_bytes(values), span.piece)
+                    stream.append(values, span.piece)
                 if loans is not None:
                     loans.end(lot)
         stream.finish()

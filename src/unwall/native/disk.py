@@ -201,12 +201,13 @@ class DiskEngine:
         stripe_bytes: int = 4 << 20,
         create: bool = True,
         descriptors: Sequence[int] | None = None,
+        warn: bool = True,
     ) -> DiskFile:
         """Opens one logical file striped over ``paths`` (one per drive) in units of ``stripe_bytes``.
 
         ``size_bytes`` is reserved on disk at once, so a full disk is met here; 0 takes the files as they are. A missing
-        file is created when ``create`` says so. Falls back to buffered access, with one warning per directory, where the
-        file system refuses O_DIRECT.
+        file is created when ``create`` says so. Falls back to buffered access, with one warning per directory unless
+        ``warn`` is off, where the file system refuses O_DIRECT.
 
         ``descriptors``: the files, open already (one for each path). Then these are used, whatever the paths mean by now.
         Without them a path that is a symbolic link is refused.
@@ -236,7 +237,8 @@ class DiskEngine:
             raise record.exception()
         if not direct.value:
             self._direct = False
-            _warn_buffered(names)
+            if warn:
+                _warn_buffered(names)
         sizes = [os.stat(file).st_size for file in (names if descriptors is None else descriptors)]
         return DiskFile(self, file_id, tuple(names), size_bytes or _covered_bytes(sizes, stripe_bytes), bool(direct.value))
 

@@ -18,7 +18,7 @@ class _Mapping:
 
     def __del__(self) -> None:
         # An interpreter that is shutting down may have taken ctypes apart already.
-        with interrupts.finalizing, contextlib.suppress(TypeError, AttributeError):
+        with contextlib.suppress(TypeError, AttributeError), interrupts.finalizing:
             function("uw_memory_unmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)(self.address, self.nbytes)
 
 

@@ -50,6 +50,12 @@ class Keeper(Protocol):
     def bring(self, param: nn.Parameter) -> None:
         """In a pass: the parameter is plain from now on."""
 
+    def is_tiled(self, param: nn.Parameter) -> bool:
+        """Whether it is never whole on the device."""
+
+    def in_tiles(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """In a pass: a function of a parameter that lies in tiles."""
+
     def lend(self, param: nn.Parameter) -> Value:
         """Outside: its whole value."""
 
@@ -232,6 +238,8 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     for param in found.values():
         keeper = _keeper_of(param)
         if keeper is not None and keeper.running:
+            if keeper.is_tiled(param):
+                return keeper.in_tiles(func, args, kwargs)
             keeper.bring(param)
         elif keeper is not None:
             lent[id(param)] = param, keeper.lend(param)

@@ -18,6 +18,7 @@ from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
+from unwall.runtime.tile_gradients import TileGradients, Write
 from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
@@ -73,6 +74,7 @@ class Backward:
         self._hand_out = hand_out
         self._turn = turn
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
+        self.tiles = TileGradients(executor, places, arriving, self._awaiting)
         self._open_calls = [0] * len(executor.groups)
         self._tasks: set[int] = set()
         self._reads: dict[int, tuple[int, set[int]]] = {}
@@ -120,6 +122,7 @@ class Backward:
         self.forget_interrupted()
         self._executor.pins.clear_soft()
         self._open_calls = [0] * len(self._open_calls)
+        self.tiles.restart()
 
     def forget_interrupted(self) -> None:
         """Nothing tells of a backward that ended with an exception."""
@@ -224,6 +227,12 @@ class Backward:
                 self._executor.reduce(index)
             self._unpin_if_done(index)
 
+    def take_tile(self, param: nn.Parameter, place: Place, use: int, write: Write) -> None:
+        """A part of a tile's gradient is known: ``write`` puts it into its place."""
+        self._note_task()
+        self.tiles.take(param, place, use, write, self.sync)
+        self._hand_out()
+
     def _keep_local(self, index: int) -> None:
         """``no_sync`` keeps whole gradients on every rank. Where they do not fit they are summed early: the same result."""
         gradient = self._gradients[index]
@@ -267,6 +276,7 @@ class Backward:
         self._tasks.discard(task)
         self._reads.pop(task, None)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
+            self.tiles.end(self.sync)
             self._end()
             close_all(self._executor.groups)
             with transforms.outside():
@@ -278,6 +288,7 @@ class Backward:
         self._executor.lane.leave()
         self._tasks.clear()
         self._reads.clear()
+        self.tiles.forget()
         self._executor.pins.clear_soft()
         for index, gradient in enumerate(self._gradients):
             self._awaiting[index].clear()

@@ -38,7 +38,8 @@ def is_local(engine: "Engine", places: tuple[Place, ...]) -> bool:
 
 
 def parts_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> Iterator[Part]:
-    """What this rank keeps, without a copy."""
+    """What this rank keeps, without a copy. Each only until the next one is asked for: of a state on disk one group is in
+    memory at a time."""
     for index, slot in places:
         group = engine.groups[index]
         segments = [segment for segment in group.owned_segments() if segment.slot == slot]
@@ -50,10 +51,12 @@ def parts_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> Iter
 
 def part_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> torch.Tensor:
     """This rank's elements as one flat tensor of their own, in the order of the parameter. It may be empty."""
-    found = sorted(parts_of(engine, places, run_of), key=lambda part: part.start)
+    found = [Part(start, values.clone()) for start, values in parts_of(engine, places, run_of)]
     if not found:
         return run_of(engine.groups[places[0].group])[:0].clone()
-    return torch.cat([part.values for part in found])
+    return (
+        found[0].values if len(found) == 1 else torch.cat([part.values for part in sorted(found, key=lambda part: part.start)])
+    )
 
 
 def whole_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> torch.Tensor:
@@ -80,13 +83,18 @@ def put(engine: "Engine", places: tuple[Place, ...], run_of: RunOf, value: torch
 
 def put_part(engine: "Engine", places: tuple[Place, ...], run_of: RunOf, value: torch.Tensor) -> None:
     """The inverse of ``part_of``."""
-    found = sorted(parts_of(engine, places, run_of), key=lambda part: part.start)
-    numel = sum(part.values.numel() for part in found)
+    owned = [
+        (segment.start, segment.numel)
+        for index, slot in places
+        for segment in engine.groups[index].owned_segments()
+        if segment.slot == slot
+    ]
+    numel = sum(count for _, count in owned)
     if value.numel() != numel:
         raise ValueError(
             f"this rank keeps {numel} elements of the parameter, got {value.numel()}: take part(name) and change it"
         )
-    flat, at = value.reshape(-1), 0
-    for part in found:
-        part.values.copy_(flat[at : at + part.values.numel()])
-        at += part.values.numel()
+    flat = value.reshape(-1)
+    for start, values in parts_of(engine, places, run_of):
+        at = sum(count for other, count in owned if other < start)
+        values.copy_(flat[at : at + values.numel()])

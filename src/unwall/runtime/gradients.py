@@ -11,7 +11,7 @@ all of them is a collective: all ranks do it, or a DivergedError says who did no
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,9 +51,11 @@ class GradientAccess:
         """Whether a parameter has a gradient."""
         return all(place.slot in self.engine.gradients[place.group].present for place in places)
 
-    def parts(self, places: Places) -> list[torch.Tensor]:
-        """This rank's elements as they are kept, the loss scale still in. Not to be changed."""
-        return [part.values for part in parts_of(self.engine, places, self._read)] if self.has(places) else []
+    def parts(self, places: Places) -> Iterator[torch.Tensor]:
+        """This rank's elements as they are kept, the loss scale still in. Not to be changed, and each only until the next one
+        is asked for: what lies on disk is in memory for one group at a time."""
+        if self.has(places):
+            yield from (part.values for part in parts_of(self.engine, places, self._read))
 
     def part(self, places: Places) -> torch.Tensor:
         """This rank's elements, flat, in memory of their own."""
@@ -79,10 +81,10 @@ class GradientAccess:
 
     # -- changing -----------------------------------------------------------------------------------------------------
 
-    def change(self, places: Places) -> list[torch.Tensor]:
-        """This rank's elements as they are kept, to be changed in place."""
+    def change(self, places: Places) -> Iterator[torch.Tensor]:
+        """This rank's elements as they are kept, to be changed in place, each before the next one is asked for."""
         self._begin_change(places)
-        return [part.values for part in parts_of(self.engine, places, self._written)]
+        yield from (part.values for part in parts_of(self.engine, places, self._written))
 
     def put(self, places: Places, value: torch.Tensor) -> None:
         """Sets the gradient to a whole value, the same on every rank."""
@@ -121,9 +123,9 @@ class GradientAccess:
         """The norm of one gradient, in its dtype, as torch computes it where this rank has all of it."""
         if not is_local(self.engine, places) or self.engine.loss_scale != 1.0:
             return self.norms(order)[places]
-        values = self.parts(places)
-        wide = torch.float32 if values and values[0].dtype is torch.float16 else None
-        value = values[0] if len(values) == 1 else part_of(self.engine, places, self._read)
+        value = next(self.parts(places), None) if len(places) == 1 else None
+        value = part_of(self.engine, places, self._read) if value is None else value
+        wide = torch.float32 if value.dtype is torch.float16 else None
         norm: torch.Tensor = torch.linalg.vector_norm(value, order, dtype=wide)
         return norm
 

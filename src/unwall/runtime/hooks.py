@@ -210,6 +210,7 @@ def _remember(engine: Engine, model: nn.Module) -> None:
 def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | None) -> None:
     """Hooks before and after a module's forward."""
     own = tuple(param for param in _own(module, unit) if id(param) in engine.places)
+    own = tuple(param for param in own if len(engine.places[id(param)]) == 1)  # not those in tiles: see runtime/tiling.py
     groups = tuple(dict.fromkeys(place.group for param in own for place in engine.places[id(param)]))
     unseen = own if unit or isinstance(module, nn.RNNBase) else ()
     tied = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter) and hook.engine is engine]

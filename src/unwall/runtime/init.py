@@ -149,7 +149,7 @@ class Page:
     def _meet(self, what: int, digest: int) -> list[int]:
         """Every rank's digest. DivergedError where another rank is at another page."""
         mine = [what, self._number, self.nbytes, digest]
-        rows = self._ranks.control.exchange(mine, f"building {self._name} inside unwall.init")
+        rows = self._ranks.control.exchange("a page", mine, f"building {self._name} inside unwall.init")
         for rank, row in enumerate(rows):
             if row[:3] != mine[:3]:
                 raise DivergedError(

@@ -17,6 +17,7 @@ rank's garbage goes: all ranks must read the same parameters in the same order, 
 import warnings
 import weakref
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from torch.autograd.graph import increment_version
 
 from unwall.runtime.absent import Absent, keep
 from unwall.runtime.engine import Engine
+from unwall.runtime.tiled_functions import compute
+from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
 from unwall.shards.flat import storage_uses
 from unwall.shards.group import Group
@@ -127,6 +130,7 @@ class Outside:
         self._lent: dict[int, Lent] = {}
         self._old: list[Lent] = []
         self._last: int | None = None
+        self._tiling = Tiling(engine)
         engine.edges.append(self.settle)
 
     def follow(self, group: Group) -> None:
@@ -143,9 +147,18 @@ class Outside:
 
     def bring(self, param: nn.Parameter) -> None:
         """A pass reads a parameter in a way that no hook has announced."""
+        if self.is_tiled(param):
+            raise self._tiling.refusal(param, "its values")
         self._engine.forward.touched(param)
         for place in self._engine.places[id(param)]:
             self._engine.groups[place.group].faces.open()
+
+    def is_tiled(self, param: nn.Parameter) -> bool:
+        return len(self._engine.places[id(param)]) > 1
+
+    def in_tiles(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """In a pass: a function of a parameter that lies in tiles."""
+        return compute(self._tiling, func, args, kwargs)
 
     def lend(self, param: nn.Parameter) -> Lent:
         """The whole value, now in the user's hands."""

@@ -58,11 +58,7 @@ class Shown:
 
     def take(self, param: nn.Parameter) -> torch.Tensor | None:
         """What autograd has brought for a parameter, taken out of ``.grad``."""
-        if not self._running:
-            self._running = True
-            self._engine.looked_at()
-            if self._marks:
-                self.adopt(but=param)
+        self.bringing(param)
         grad = param.grad
         if not self._marks:
             param.grad = None
@@ -77,6 +73,14 @@ class Shown:
             self._forget([places])
         param.grad = None
         return grad
+
+    def bringing(self, param: nn.Parameter) -> None:
+        """A backward brings a gradient, the first one perhaps: what the user did to ``.grad`` before counts."""
+        if not self._running:
+            self._running = True
+            self._engine.looked_at()
+            if self._marks:
+                self.adopt(but=param)
 
     # -- what the user does -------------------------------------------------------------------------------------------
 

@@ -243,7 +243,7 @@ class Agreement:
     def _correct_present(self) -> None:
         """Some rank contributed other gradients than recorded. All of them say what they did contribute."""
         reduced = self._segment.reduced
-        rows = self._control.exchange([word for entry in reduced for word in entry.own], "the gradients that are there")
+        rows = self._control.exchange("present", [word for entry in reduced for word in entry.own], "the gradients there are")
         width = self._control.bit_words
         for group in sorted({entry.group for entry in reduced}):
             mine = [at for at, entry in enumerate(reduced) if entry.group == group]
@@ -318,7 +318,7 @@ class Agreement:
         present: tuple[int, ...] = ()
         if op.kind == REDUCE:
             own = own if wanted else (0,) * self._control.bit_words
-            every = self._control.exchange(own, f"the gradients of {self._names[op.group]}")
+            every = self._control.exchange("gradients", own, f"the gradients of {self._names[op.group]}")
             present = tuple(_either(words) for words in zip(*every, strict=True))
             self._know(op.group, unpack_bits(present))
         self._segment.negotiated.append(Turn(op, present, wanted, own if wanted else (0,) * len(present)))

@@ -28,6 +28,8 @@ from unwall.shards.collectives import Ranks
 from unwall.shards.control import DivergedError, Exchange, PeerError
 from unwall.shards.feign import Feigned
 
+ANNOUNCED = "announcements"
+"""The kind of exchange in which the ranks say where they are."""
 PATIENCE_S = 1.0
 """How long a rank that failed waits for the others before it raises its error."""
 
@@ -81,7 +83,7 @@ class Standing:
         """Every rank's row. DivergedError, on each of them, when they are not in the same forward, backward and step."""
         self.ready()
         mine = self._row(kind, group, script, flags)
-        rows = [Row(*row) for row in self._control.exchange(mine, in_words(mine, self._names, self.called))]
+        rows = [Row(*row) for row in self._control.exchange(ANNOUNCED, mine, in_words(mine, self._names, self.called))]
         if any(row.kind == FAILED for row in rows):
             raise self._learn(rows)
         if any(row.point != mine.point for row in rows):
@@ -144,7 +146,7 @@ class Standing:
                 flags |= SPOILT
             else:
                 raise RuntimeError("the others have used its part of a norm in a step")
-        self._parting = self._control.begin_exchange(self._row(FAILED, 0, flags=flags))
+        self._parting = self._control.begin_exchange(ANNOUNCED, self._row(FAILED, 0, flags=flags))
         self._control.watch.parting = WeakMethod(self.rejoin)
         if self._control.wait(self._parting.work, "an error of its own", PATIENCE_S):
             self.rejoin()
@@ -164,8 +166,7 @@ class Standing:
         """Ends the exchange in which the others learn of this rank's fault."""
         if self._parting is None:
             return
-        self._control.wait(self._parting.work, "the end of a pass that failed")
-        rows = [Row(*row) for row in self._parting.rows()]
+        rows = [Row(*row) for row in self._control.end_exchange(self._parting, "the end of a pass that failed")]
         self._parting = self._control.watch.parting = None
         self._learn(rows)
 

@@ -1,5 +1,7 @@
 """What autograd computes of a group's gradient on this rank, until the ranks add it up."""
 
+from collections.abc import Callable
+
 import torch
 
 from unwall.shards.group import Group
@@ -60,6 +62,12 @@ class Accumulator:
             target.add_(grad)
         else:
             target.copy_(grad)
+        self.arrived.add(slot)
+
+    def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
+        """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
+        place = self._group.layout.slots[slot]
+        write(self._filled()[place.offset : place.end], slot not in self.arrived)
         self.arrived.add(slot)
 
     def keep_local(self) -> None:

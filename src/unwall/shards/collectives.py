@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import datetime
-import pickle
 import time
 import weakref
 from typing import Any
@@ -63,7 +62,7 @@ class Ranks:
 
     def all_gather_on_host(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """The same for host memory, whatever the ranks use for the device."""
-        self.control.wait(self.control.all_gather(whole, shard), "the parameters of a model under construction")
+        self.control.share(whole, shard, "the parameters of a model under construction")
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
@@ -119,11 +118,7 @@ class Ranks:
         """Rank 0's object on every rank."""
         if self.size == 1:
             return thing
-        given = pickle.dumps(thing) if self.rank == 0 else b""
-        size = self.control.exchange([len(given)], "rank 0's part")[0][0]
-        moved = torch.frombuffer(bytearray(given.ljust(size)), dtype=torch.uint8)
-        self.control.wait(self.control.broadcast(moved), "rank 0's part")
-        return pickle.loads(moved.numpy().tobytes())
+        return self.control.from_rank_0(thing, "rank 0's part")
 
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
         """One rank's values on every rank."""

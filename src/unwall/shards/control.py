@@ -4,6 +4,13 @@
 A wait for other ranks takes place in short pieces, which torch's works allow (``wait(timeout)`` raises and leaves the work as
 it is). Between two of them a rank looks whether another one has written that it cannot go on (shards/watch.py). A wait that
 is not long costs nothing more than one in one piece.
+
+[Note: frames]
+gloo ends the process when two ranks meet in one collective with different sizes, and ranks that have lost each other do just
+that. So every exchange begins with a frame of the same size, whatever it is about: its kind, its length, how many faults the
+ranks have met after, and as many words as fit. Only where all ranks say the same does more follow, at once. Otherwise every
+rank sees in the same exchange that they are apart. A rank that leaves an exchange half way (a second Ctrl-C) cannot know what
+the others agreed on in it: it tells them that the ranks cannot go on, and begins no other one.
 """
 
 import atexit
@@ -11,16 +18,22 @@ import datetime
 import pickle
 import time
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from unwall.native import interrupts
 from unwall.shards.watch import LOOK_S, Watch
 
 TEXT_WORDS = 64
 """For a text that ranks tell each other, 7 bytes in each."""
+FRAME_WORDS = 16
+"""Of each exchange. See [Note: frames]."""
+_HEAD_WORDS = 3
 
 
 class DivergedError(RuntimeError):
@@ -32,15 +45,17 @@ class PeerError(DivergedError):
 
 
 class Exchange:
-    """Words on their way."""
+    """The first words of an exchange, on their way. See [Note: frames]."""
 
-    def __init__(self, work: Any, every: torch.Tensor, size: int) -> None:
+    def __init__(self, work: Any, every: torch.Tensor, size: int, words: Sequence[int]) -> None:
         self.work = work
+        self.words = words
+        """This rank's, all of them."""
         self._every = every
         self._size = size
 
-    def rows(self) -> list[list[int]]:
-        """Every rank's words, once they are there."""
+    def frames(self) -> list[list[int]]:
+        """Every rank's frame, once they are there."""
         return self._every.view(self._size, -1).tolist()
 
 
@@ -89,46 +104,105 @@ class Control:
 
     # -- words --------------------------------------------------------------------------------------------------------
 
-    def begin_exchange(self, words: Sequence[int]) -> Exchange:
+    def begin_exchange(self, kind: str, words: Sequence[int]) -> Exchange:
         """Sends this rank's words. Not before an exchange that another model of this rank has begun has ended."""
         parting = None if self._watch is None or self._watch.parting is None else self._watch.parting()
         if parting is not None:
             parting()
         self.exchanges += 1
-        every = torch.empty(self.size * len(words), dtype=torch.int64)
-        return Exchange(self.all_gather(every, torch.tensor(words, dtype=torch.int64)), every, self.size)
+        frame = [zlib.crc32(kind.encode()), len(words), self.watch.faults, *words[: FRAME_WORDS - _HEAD_WORDS]]
+        frame += [0] * (FRAME_WORDS - len(frame))
+        every = torch.empty(self.size * FRAME_WORDS, dtype=torch.int64)
+        return Exchange(self.all_gather(every, torch.tensor(frame, dtype=torch.int64)), every, self.size, words)
 
-    def exchange(self, words: Sequence[int], where: str) -> list[list[int]]:
-        """Every rank's words, by rank: as many on each. DivergedError, naming ``where``, when another rank does not answer."""
-        exchange = self.begin_exchange(words)
-        self.wait(exchange.work, where)
-        return exchange.rows()
+    def end_exchange(self, exchange: Exchange, where: str) -> list[list[int]]:
+        """Every rank's words, by rank. DivergedError, naming ``where``, when another rank does not answer, or is at an exchange
+        of another kind."""
+        with self._whole(where):
+            self.wait(exchange.work, where)
+            frames, words = exchange.frames(), exchange.words
+            if any(frame[:_HEAD_WORDS] != frames[0][:_HEAD_WORDS] for frame in frames):
+                raise self._apart(where, frames)
+            first = [frame[_HEAD_WORDS : _HEAD_WORDS + len(words)] for frame in frames]
+            more = words[FRAME_WORDS - _HEAD_WORDS :]
+            if not more:
+                return first
+            rest = torch.empty(self.size * len(more), dtype=torch.int64)
+            self.wait(self.all_gather(rest, torch.tensor(more, dtype=torch.int64)), where)
+            return [row + others for row, others in zip(first, rest.view(self.size, -1).tolist(), strict=True)]
+
+    def exchange(self, kind: str, words: Sequence[int], where: str) -> list[list[int]]:
+        """Every rank's words, by rank: as many on each. See ``end_exchange``."""
+        with self._whole(where):
+            return self.end_exchange(self.begin_exchange(kind, words), where)
 
     def tell(self, text: str) -> list[str]:
         """Every rank's text, by rank, cut to what fits."""
         given = text.encode()[: 7 * TEXT_WORDS].ljust(7 * TEXT_WORDS)
         words = [int.from_bytes(given[at : at + 7], "little") for at in range(0, len(given), 7)]
-        every = self.exchange(words, "an error")
+        every = self.exchange("text", words, "an error")
         return [b"".join(word.to_bytes(7, "little") for word in row).decode(errors="ignore").strip() for row in every]
 
     def every(self, thing: Any, where: str) -> list[Any]:
         """Every rank's object, by rank."""
         mine = pickle.dumps(thing)
-        sizes = [row[0] for row in self.exchange([len(mine)], where)]
-        part = torch.frombuffer(bytearray(mine.ljust(max(sizes))), dtype=torch.uint8)
-        whole = torch.empty(self.size * max(sizes), dtype=torch.uint8)
-        self.wait(self.all_gather(whole, part), where)
+        with self._whole(where):
+            longest = max(row[0] for row in self.exchange("objects", [len(mine)], where))
+            part = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
+            whole = torch.empty(self.size * longest, dtype=torch.uint8)
+            self.wait(self.all_gather(whole, part), where)
         return [pickle.loads(row.numpy().tobytes()) for row in whole.view(self.size, -1)]
 
+    def from_rank_0(self, thing: Any, where: str) -> Any:
+        """Rank 0's object on every rank."""
+        given = pickle.dumps(thing) if self.rank == 0 else b""
+        with self._whole(where):
+            size = self.exchange("rank 0's object", [len(given)], where)[0][0]
+            moved = torch.frombuffer(bytearray(given.ljust(size)), dtype=torch.uint8)
+            self.wait(self._broadcast(moved), where)
+        return pickle.loads(moved.numpy().tobytes())
+
+    def share(self, whole: torch.Tensor, part: torch.Tensor, where: str) -> None:
+        """Fills ``whole``, in host memory, with every rank's ``part``."""
+        with self._whole(where):
+            sizes = [row[0] for row in self.exchange("bytes", [part.nbytes], where)]
+            if any(size != part.nbytes for size in sizes):
+                raise DivergedError(f"at {where} the ranks have parts of {sizes} bytes: all ranks must do the same here")
+            self.wait(self.all_gather(whole, part), where)
+
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> Any:
-        """Every rank's ``part``, in host memory, in flight."""
+        """Every rank's ``part``, in host memory, in flight. Only where all ranks are known to be here."""
         return self.group._allgather_base(whole, part)
 
-    def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Rank 0's values, in host memory, in flight."""
+    def _broadcast(self, tensor: torch.Tensor) -> Any:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         return self.group.broadcast([tensor], options)
+
+    @contextmanager
+    def _whole(self, where: str) -> Iterator[None]:
+        """An exchange is taken part in as a whole: see [Note: frames]. Ctrl-C waits; what is raised nevertheless is told."""
+        with interrupts.deferred:
+            if self.watch.end:
+                raise DivergedError(f"rank {self.rank} is at {where}, but the ranks cannot go on: {self.watch.end}")
+            try:
+                yield
+            except DivergedError:
+                raise
+            except BaseException as error:
+                self.watch.tell_end(f"rank {self.rank} left {where} half way: {type(error).__name__}: {error}")
+                raise
+
+    def _apart(self, where: str, frames: list[list[int]]) -> DivergedError:
+        """The ranks have come to different exchanges, and all of them see it."""
+        others = [rank for rank, frame in enumerate(frames) if frame[:_HEAD_WORDS] != frames[self.rank][:_HEAD_WORDS]]
+        told = f"; told before: {self.watch.fault}" if self.watch.fault else ""
+        error = DivergedError(
+            f"rank {self.rank} is at {where} ({self.watch.where()}), and rank {', '.join(map(str, others))} at something else: "
+            f"{self.watch.describe_others()}{told}. All ranks must call the same, in the same order; load a checkpoint"
+        )
+        self.watch.tell_end(str(error))
+        return error
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ LEAVING   the average is known, and on its way to its place. That memory stays u
 """
 
 import enum
+from collections.abc import Callable
 
 import torch
 
@@ -124,6 +125,11 @@ class Gradient:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
         self._fill()
         self._own.take(slot, grad)
+
+    def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
+        """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
+        self._fill()
+        self._own.take_in(slot, write)
 
     def keep_local(self) -> None:
         """The end of a pass inside ``no_sync``: what arrived is added to this rank's own sum, in fp32."""

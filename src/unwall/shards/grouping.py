@@ -48,6 +48,11 @@ class Unit:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
 
+    @property
+    def is_part(self) -> bool:
+        """A range of one parameter, and nothing else."""
+        return self.entries[0].part is not None
+
 
 def group_bytes(total_bytes: int, budget_bytes: int | None) -> int:
     """How large a group may become."""
@@ -103,7 +108,8 @@ def build_groups(module: nn.Module, entries: list[Entry], limit_bytes: int) -> l
             parts[-1].entries.append(entry)
     groups: list[Unit] = []
     for parts in by_kind.values():
-        groups += _join_small(parts, limit_bytes)
+        groups += _join_small([part for part in parts if not part.is_part], limit_bytes)
+        groups += [part for part in parts if part.is_part]  # what is read alone is fetched alone
     order = {entry.label: position for position, entry in enumerate(entries)}
     return sorted(groups, key=lambda unit: order[unit.entries[0].label])
 
@@ -113,20 +119,18 @@ def _cut(module: nn.Module, name: str, left: dict[int, list[Entry]], limit_bytes
     if not inside:
         return
     if sum(entry.nbytes for entry in inside) <= limit_bytes or not any(module.children()):
-        units += _own_units(name, inside, limit_bytes)
+        units += _own_units(name, inside)
         for entry in inside:
             left.pop(id(entry.param), None)
         return
     own = [entry for param in module.parameters(recurse=False) for entry in left.pop(id(param), ())]
-    units += _own_units(name, own, limit_bytes)
+    units += _own_units(name, own)
     for child_name, child in module.named_children():
         _cut(child, f"{name}.{child_name}" if name else child_name, left, limit_bytes, units)
 
 
-def _own_units(name: str, entries: list[Entry], limit_bytes: int) -> list[Unit]:
-    """Parameters that stay together, and each part of one that was cut as a unit of its own (where they do not fit)."""
-    if sum(entry.nbytes for entry in entries) <= limit_bytes:
-        return [Unit(name, entries)] if entries else []
+def _own_units(name: str, entries: list[Entry]) -> list[Unit]:
+    """Parameters that stay together, and each part of one that was cut as a unit of its own."""
     whole = [entry for entry in entries if entry.part is None]
     parts = [Unit(entry.label, [entry]) for entry in entries if entry.part is not None]
     return ([Unit(name, whole)] if whole else []) + parts
@@ -152,6 +156,10 @@ def _common_name(first: str, second: str) -> str:
 def note_calls(module: nn.Module, units: list[Unit]) -> None:
     """Says of each group with which others it is gathered at once: those that the calls around one of its modules read."""
     group_of = {id(entry.param): index for index, unit in enumerate(units) for entry in unit.entries if entry.part is None}
+    parts_of: dict[int, list[int]] = {}
+    for index, unit in enumerate(units):
+        if unit.is_part:
+            parts_of.setdefault(id(unit.entries[0].param), []).append(index)
     seen: set[tuple[int, frozenset[int]]] = set()
     stack = [(module, frozenset[int]())]
     while stack:
@@ -162,9 +170,16 @@ def note_calls(module: nn.Module, units: list[Unit]) -> None:
         own = {group_of[id(param)] for param in _read_by(inside) if id(param) in group_of}
         around |= own
         for index in own:
-            if sum(units[other].nbytes for other in around) > sum(units[other].nbytes for other in units[index].at_once):
-                units[index].at_once = around
+            _note(units, index, around)
+        for param in _read_by(inside):
+            for index in parts_of.get(id(param), ()):  # one at a time
+                _note(units, index, around | {index})
         stack += [(child, around) for child in inside.children()]
+
+
+def _note(units: list[Unit], index: int, around: frozenset[int]) -> None:
+    if sum(units[other].nbytes for other in around) > sum(units[other].nbytes for other in units[index].at_once):
+        units[index].at_once = around
 
 
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:

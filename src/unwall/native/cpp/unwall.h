@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define UW_API __attribute__((visibility("default")))
-#define UW_ABI_VERSION 2
+#define UW_ABI_VERSION 3
 
 typedef uint64_t uw_ticket;
 
@@ -105,6 +105,14 @@ UW_API uw_ticket uw_copy(uw_pool* pool, void* dst, const void* src, int64_t byte
                          uw_error* err);
 // Slows every job of the pool down to at most this many bytes per second of its traffic (0: full speed). For overlap tests.
 UW_API int uw_pool_throttle(uw_pool* pool, double bytes_per_second);
+
+// ---- checksums ----------------------------------------------------------------------------------------------
+// By the calling thread, at once. `value` is the CRC-32 of what came before (0: nothing); gives that of both together.
+UW_API uint32_t uw_crc32(const void* src, int64_t n, uint32_t value);
+// Of bytes that are copied, of floats that are put together from two halves, of floats that are taken apart.
+UW_API uint32_t uw_crc32_copy(void* dst, const void* src, int64_t n, uint32_t value);
+UW_API uint32_t uw_crc32_join(float* dst, const void* half, const int16_t* remainder, int64_t n, uint32_t value);
+UW_API uint32_t uw_crc32_split(void* half, int16_t* remainder, const float* src, int64_t n, uint32_t value);
 
 // ---- memory -------------------------------------------------------------------------------------------------
 // Exactly `bytes` (rounded up to a page) of zeroed memory, on huge pages where the system has them, touched by the

@@ -1,0 +1,50 @@
+"""The mean loss over data that is not trained on."""
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from unwall.shards.collectives import Ranks
+from unwall.train.batches import Packer, my_lanes
+from unwall.train.data import Data
+from unwall.train.model import Trained
+from unwall.train.packing import to_tensors
+
+
+class Evaluation:
+    """All samples once, in their order, packed as in training."""
+
+    def __init__(self, data: Data, length: int, pad: int, sequences: int, ranks: Ranks) -> None:
+        self._data, self._length, self._pad, self._ranks = data, length, pad, ranks
+        self._sequences = sequences
+        """Of one pass, over all ranks."""
+
+    def run(self, trained: Trained, step: int) -> dict[str, Any]:
+        """A line of the log. All ranks call it together."""
+        started = time.perf_counter()
+        device = trained.engine.device.device
+        order = self._data.order(0, shuffle=False)
+        lanes = my_lanes(self._sequences, self._ranks.rank, self._ranks.size, None, self._data.size)
+        packer = Packer(self._data, order, lanes, self._length, self._pad)
+        total, count = 0.0, 0
+        trained.model.eval()
+        try:
+            with torch.no_grad():
+                while True:
+                    batch = packer.step()
+                    if not any(self._ranks.every(batch.tokens)):
+                        break
+                    mine = batch.answer_tokens
+                    loss = trained.loss(to_tensors(batch.sequences, device), max(1, mine))
+                    total += float(loss) * max(1, mine) if mine else 0.0
+                    count += mine
+        finally:
+            trained.model.train()
+        told = self._ranks.every((total, count))
+        tokens = sum(each for _, each in told)
+        mean = sum(each for each, _ in told) / tokens if tokens else float("nan")
+        seconds = time.perf_counter() - started
+        perplexity = math.exp(mean) if mean < 700 else float("inf")
+        return {"kind": "eval", "step": step, "loss": mean, "perplexity": perplexity, "tokens": tokens, "seconds": seconds}

@@ -1,0 +1,114 @@
+"""``--nproc N``: this command, once per process, on this machine."""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from unwall.train.errors import TrainError
+
+GRACE_S, END_S = 3.0, 30.0
+"""What processes get to end by themselves once one of them has failed, until they are asked to, and until they are ended."""
+_POLL_S = 0.05
+_PDEATHSIG = 1
+STARTED = "UNWALL_TRAIN_STARTED"
+"""Set in the processes that were started here."""
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or this file, started this process."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def check_launcher(nproc: int | None) -> None:
+    """TrainError where two launchers would start processes."""
+    if nproc is not None and under_launcher() and STARTED not in os.environ:
+        raise TrainError("--nproc under torchrun: torchrun has started the processes already; leave --nproc out")
+
+
+def launch(nproc: int, arguments: list[str]) -> int:
+    """Starts the processes and waits for them. The exit status: that of the first one that failed."""
+    port = _free_port()
+    children = [_start(rank, nproc, port, arguments) for rank in range(nproc)]
+
+    def pass_on(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (of signal's signature)
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    ignored = signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends Ctrl-C to all of them
+    try:
+        return _wait(children)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, ignored)
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+
+
+def _start(rank: int, nproc: int, port: int, arguments: list[str]) -> "subprocess.Popen[bytes]":
+    environment = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED: "1",
+    }  # fmt: skip
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    parent = os.getpid()
+
+    def follow_parent() -> None:
+        """Whoever ends the command, however, ends its processes."""
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen([sys.executable, "-m", "unwall", *arguments], env=environment, preexec_fn=follow_parent)
+
+
+def _wait(children: "list[subprocess.Popen[bytes]]") -> int:
+    status, failed = 0, float("inf")
+    asked: set[int] = set()
+    while True:
+        codes = [child.poll() for child in children]
+        bad = next((code for code in codes if code), None)
+        if bad is not None and not status:
+            status = bad if bad > 0 else 128 - bad
+            failed = time.monotonic()
+        if all(code is not None for code in codes):
+            return status
+        for after, number in ((GRACE_S, signal.SIGTERM), (END_S, signal.SIGKILL)):
+            if time.monotonic() > failed + after and number not in asked:
+                asked.add(number)
+                for child in children:
+                    if child.poll() is None:
+                        child.send_signal(number)
+        time.sleep(_POLL_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found: int = probe.getsockname()[1]
+        return found
+
+
+def spread(arguments: list[str], options: tuple[str, ...]) -> list[str]:
+    """``--data a b`` as ``--data a --data b``: a shell makes the former of ``--data *.jsonl``."""
+    found: list[str] = []
+    current: str | None = None
+    for number, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            current = argument if argument in options else None
+            found.append(argument)
+        elif current is not None and arguments[number - 1] != current:
+            found += [current, argument]
+        else:
+            found.append(argument)
+    return found

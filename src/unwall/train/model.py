@@ -1,0 +1,145 @@
+"""The model of a run: from a directory of ``transformers``, or from a config with random weights. It never exists whole."""
+
+import contextlib
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from unwall.api import engine, init, shard
+from unwall.checkpoint.load_weights import load_weights
+from unwall.checkpoint.pretrained import build_empty, initialize_missing
+from unwall.nn.switch import use_linear_cross_entropy
+from unwall.optim.adamw import AdamW
+from unwall.plans import Plan
+from unwall.runtime.engine import Engine
+from unwall.train.errors import TrainError, missing
+from unwall.train.lora import add_adapters
+from unwall.train.options import Options
+from unwall.train.world import size_of_world
+
+_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Fields of configs whose models change their logits behind the head."""
+
+
+@dataclass
+class Trained:
+    """A sharded model with its optimizer."""
+
+    model: nn.Module
+    """What is called: with LoRA, the one of ``peft``."""
+    base: nn.Module
+    """What was sharded."""
+    engine: Engine
+    optimizer: AdamW
+    takes_count: bool
+    """Whether the model's loss can be told how many tokens to divide by."""
+
+    def loss(self, tensors: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+        """The sum over this pass's answer tokens, divided by ``count``: those of the whole step."""
+        if self.takes_count:
+            found: torch.Tensor = self.model(**tensors, use_cache=False, num_items_in_batch=count).loss
+            return found
+        mine = int((tensors["labels"][:, 1:] != -100).sum())
+        found = self.model(**tensors, use_cache=False).loss
+        return found * (mine / count) if mine else found.nan_to_num() * 0
+
+
+def read_config(options: Options) -> Any:
+    """The config alone, as ``transformers`` reads it."""
+    try:
+        import transformers
+    except ImportError:
+        raise missing("transformers", "unwall train") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True)
+    except Exception as error:  # whatever transformers makes of a broken config
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TrainError(f"--model {options.model}: transformers cannot read its config: {said}") from None
+    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+        raise TrainError(f"--model {options.model}: {config.model_type} is no causal language model of text alone")
+    if getattr(config, "quantization_config", None) is not None:
+        raise TrainError(f"--model {options.model}: holds quantised weights, which are not trained; use what they were made of")
+    weights = [path for path in Path(options.model).glob("*") if path.suffix in (".safetensors", ".bin")]
+    if not options.from_config and not weights:
+        raise TrainError(
+            f"--model {options.model}: has a config but no weights; to start from random ones give the file itself, "
+            f"{Path(options.model) / 'config.json'}"
+        )
+    return config
+
+
+def empty_model(options: Options, config: Any) -> nn.Module:
+    """On the meta device, with adapters where asked for: to plan with."""
+    import transformers
+
+    with torch.device("meta"):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return add_adapters(model, options) if options.lora else model
+
+
+def make_model(options: Options, config: Any, plan: Plan, *, resumes: bool) -> Trained:
+    """All ranks together. ``resumes``: a checkpoint follows, which holds everything; values are not read twice."""
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM
+    torch.manual_seed(options.seed)
+    if options.from_config:
+        with init(plan):
+            base: Any = kind.from_config(config)
+        _prepare(base, options, plan)
+        shard(base, plan)
+    else:
+        base = build_empty(options.model, kind, None, {})
+        keys = None if resumes and not options.lora else load_weights(base, options.model, strict=False)
+        _prepare(base, options, plan)
+        shard(base, plan)
+        if keys is not None:
+            initialize_missing(base, options.model, keys.missing_keys, keys.unexpected_keys)
+    owner = engine(base)
+    model = add_adapters(base, options) if options.lora else base
+    model.train()
+    optimizer = _optimizer(model, options)
+    takes = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(base.forward).parameters.values())
+    return Trained(model, base, owner, optimizer, takes)
+
+
+def _prepare(base: Any, options: Options, plan: Plan) -> None:
+    """What must be so before the model is cut."""
+    if options.lora:
+        base.requires_grad_(False)
+    config = base.config
+    if not any(getattr(config, name, None) not in (None, 1.0) for name in _SCALES):
+        with contextlib.suppress(ValueError):  # a head or a loss of another kind: its logits exist whole
+            use_linear_cross_entropy(base)
+    if getattr(config, "output_router_logits", False) and hasattr(base, "router_aux_loss_coef"):
+        # Gradients of all passes and ranks are added up; the balance of the experts is a mean over them.
+        base.router_aux_loss_coef = base.router_aux_loss_coef / (plan.passes * size_of_world()[1])
+
+
+def _optimizer(model: nn.Module, options: Options) -> AdamW:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in trained if param.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [param for param in trained if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.rate,
+        max_grad_norm=options.clip or None,
+        skip_nonfinite=bool(options.clip) or options.on_nonfinite == "skip",
+    )
+
+
+def describe(model: nn.Module, config: Any) -> dict[str, Any]:
+    """For run.json."""
+    params = list(model.parameters())
+    return {
+        "name": json.loads(config.to_json_string()).get("model_type", type(model).__name__),
+        "params": sum(param.numel() for param in params),
+        "trainable": sum(param.numel() for param in params if param.requires_grad),
+    }
