@@ -43,9 +43,9 @@ class Stats:
     """Those that changed nothing because gradients were not finite. They are not counted among the steps."""
     speculated: Speculated
     """Groups that were updated ahead of their step, and how that ended."""
-    activations: ActivationStats | None
-    """The last pass. None where nothing decides about activations, or the model checkpoints by itself."""
     _engine: Engine
+    activations: ActivationStats | None = None
+    """The last pass. None where nothing decides about activations, or the model checkpoints by itself."""
 
     @property
     def disk_bytes_per_step(self) -> float:
