@@ -24,6 +24,7 @@ from unwall.runtime.engine import Engine, forget_interrupted
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import Pager, Shelf, building, whole_value
 from unwall.runtime.meta_buffers import fill_meta_buffers
+from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
 from unwall.runtime.resources import open_tiers, room_on
 from unwall.runtime.stats import Stats, read_stats
@@ -170,6 +171,19 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Backward inside keeps gradients on this rank; the first backward outside sums all of them over the ranks."""
     with engine(model).without_sync():
         yield
+
+
+def move(model: nn.Module, plan: Plan) -> None:
+    """Moves the states of a sharded model to the tiers that another plan names, between two steps, and changes no bit of them:
+    to free the device for an evaluation or another model, and back::
+
+        unwall.move(model, dataclasses.replace(plan, params="host", optimizer="host"))
+
+    Only tiers, budgets and ``disk`` may differ from the plan of ``shard``. PlanError, before anything changes, where it does
+    not fit; RuntimeError inside a pass, and while gradients are held. All ranks call it together.
+    """
+    _check_plan(plan)
+    move_states(engine(model), plan)
 
 
 def stats(model: nn.Module) -> Stats:

@@ -1,9 +1,9 @@
 """What a parameter is while no pass shows it: a class that sees every read and every write.
 
 [Note: absent parameters]
-In a pass a parameter of a resident group is a plain ``nn.Parameter``, a view of the flat buffer in the compute dtype. At all
-other times its class is ``Absent``, whether its group is on the device or not. Torch then hands every function of it to
-``__torch_function__``, and that decides:
+In a pass a parameter of a resident group is a plain ``nn.Parameter`` (a ``Near``, which tells of writes), a view of the flat
+buffer in the compute dtype. At all other times its class is ``Absent``, whether its group is on the device or not. Torch then
+hands every function of it to ``__torch_function__``, and that decides:
 
 - what asks about the object (gradient, hooks, shape, device) is answered by the object;
 - what asks about its values as a description (dtype, strides, ``zeros_like``) is answered by a stand-in without memory;
@@ -15,6 +15,7 @@ The object, its id, its autograd node and its hooks stay: only ``__class__`` cha
 in a pass.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from unwall.runtime.refusals import refuse_reader
 
 T = torch.Tensor
 
@@ -49,6 +52,12 @@ class Keeper(Protocol):
 
     def bring(self, param: nn.Parameter) -> None:
         """In a pass: the parameter is plain from now on."""
+
+    def read_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """In a pass: ``param.data`` was read."""
+
+    def about_to_write(self, param: nn.Parameter) -> None:
+        """In a pass: a method of the parameter changes it in place."""
 
     def is_tiled(self, param: nn.Parameter) -> bool:
         """Whether it is never whole on the device."""
@@ -77,7 +86,7 @@ def keep(param: nn.Parameter, keeper: Keeper) -> None:
     _keepers[param] = weakref.ref(keeper)
 
 
-def _keeper_of(param: nn.Parameter) -> Keeper | None:
+def keeper_of(param: nn.Parameter) -> Keeper | None:
     found = _keepers.get(param)
     keeper: Keeper | None = found() if found is not None else None
     if keeper is None:  # its model is gone, and its values with it
@@ -147,11 +156,13 @@ class Absent(nn.Parameter):
         if func in OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
         return _call(func, args, kwargs)
 
     @property
     def data(self) -> torch.Tensor:
-        keeper = _keeper_of(self)
+        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
+        keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
         if keeper is None or type(self) is not Absent:
@@ -163,7 +174,7 @@ class Absent(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        keeper = _keeper_of(self)
+        keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
         if keeper is None or type(self) is not Absent:
@@ -185,12 +196,6 @@ def describe_only(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         _describing.now = before
 
 
-def become_plain(param: nn.Parameter) -> None:
-    """For whoever shows a parameter something."""
-    if isinstance(param, Absent):
-        object.__setattr__(param, "__class__", nn.Parameter)
-
-
 class _Bring(torch.autograd.Function):
     """The whole value as a function of the parameter: gradients find the way back."""
 
@@ -205,7 +210,7 @@ class _Bring(torch.autograd.Function):
 
 def _dtype(param: nn.Parameter) -> torch.dtype:
     """In a pass what it computes in, otherwise what it was given in."""
-    keeper = _keeper_of(param)
+    keeper = keeper_of(param)
     if keeper is not None and not keeper.running:
         return keeper.dtype_of(param)
     with torch._C.DisableTorchFunctionSubclass():
@@ -236,7 +241,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
     lent: dict[int, tuple[nn.Parameter, Value]] = {}
     used: list[torch.Tensor] = []  # so that one value is not taken back when the next one is lent
     for param in found.values():
-        keeper = _keeper_of(param)
+        keeper = keeper_of(param)
         if keeper is not None and keeper.running:
             if keeper.is_tiled(param):
                 return keeper.in_tiles(func, args, kwargs)
@@ -258,7 +263,7 @@ def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Par
     for key, (param, value) in lent.items():
         tensor = value.tensor
         if narrow:
-            keeper = _keeper_of(param)
+            keeper = keeper_of(param)
             assert keeper is not None
             tensor = keeper.in_compute_dtype(param, tensor)
         with torch._C.DisableTorchFunctionSubclass():

@@ -42,17 +42,16 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
 def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
     """``"auto"``. Without an accelerator and without ``device_bytes`` there is nothing to fill, and everything is kept."""
     ledger, device = engine.device.ledger, engine.device.device
-    budget = engine.plan.budget_device_bytes
     blocks = list(dict.fromkeys(block for name, block in repeated_blocks(model) if not _inside_compiled(model, name)))
-    if not blocks or (budget is None and device.type != "cuda"):
+    if not blocks or (engine.plan.budget_device_bytes is None and device.type != "cuda"):
         return
     if getattr(model, "is_gradient_checkpointing", False):
         warnings.warn(f"{type(model).__name__} checkpoints already, so Plan(activations='auto') leaves it alone", stacklevel=4)
         return
 
     def room(held: Callable[[], int]) -> ActivationRoom:
+        budget = engine.plan.budget_device_bytes
         card = card_of(budget, device, lambda: ledger.live_bytes, held)
-        assert card is not None
         counted = isinstance(card, CountedCard)
         if budget is not None and any(group.fetch_bytes for group in engine.groups):
             engine.executor.keep_within(Limit(card, lambda: ledger.live_bytes, engine.least_device_bytes, counted=counted))
@@ -85,10 +84,10 @@ def _decided(auto: Auto, number: int, block: BlockCall) -> Callable[..., Any]:
 def _is_state(engine: Engine) -> Callable[[torch.Tensor], bool]:
     """Which tensors are views of parameters."""
     saved = engine.forward.saved
-    stay = {param.untyped_storage()._cdata for group in engine.groups if not group.evictable for param in group.params}
+    staying = engine.staying
 
     def is_state(tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in stay or saved.group_of(tensor) is not None
+        return tensor.untyped_storage()._cdata in staying or saved.group_of(tensor) is not None
 
     return is_state
 

@@ -37,14 +37,24 @@ def assemble(
     planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
+    for group, size in zip(groups, sizes, strict=True):
+        group.at_once_bytes = size.at_once_bytes
     engine = Engine(plan, groups, gradients, tiers, ranks)
-    engine.least_device_bytes = least_device_bytes(sizes, homes)
-    held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
-    engine.least_host_bytes = held + host_working_bytes(sizes, homes)
-    probe = probe_of(tiers.device.device)
-    if plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in groups):
-        live = tiers.device.ledger
-        engine.executor.keep_within(Limit(probe, lambda: live.live_bytes, engine.least_device_bytes))
+    keep_within_card(engine, sizes, homes)
     install(engine, model)
     interrupts.install()
     return engine
+
+
+def keep_within_card(engine: Engine, sizes: list[Sizes], homes: list[Home]) -> None:
+    """Where the plan has no ``device_bytes``, what is fetched stays as far as the card has room for it."""
+    device, limit = engine.tiers.device, None
+    held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
+    engine.least_host_bytes = held + host_working_bytes(sizes, homes)
+    engine.least_device_bytes = least_device_bytes(sizes, homes)
+    probe = probe_of(device.device)
+    if engine.plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in engine.groups):
+        limit = Limit(probe, lambda: device.ledger.live_bytes, engine.least_device_bytes)
+    engine.executor.keep_within(limit)
+    if engine.activations is not None:
+        engine.activations.measure_anew()

@@ -78,7 +78,15 @@ class Auto:
         self._measure_next = self._recompute_rest = self._plain = False
         self._caches: dict[int, bool] = {}
         self._decided: dict[tuple[float, int, bool], tuple[Choice, ...]] = {}
+        self._make_room = room
         self._room = room(self.held_bytes)
+
+    def measure_anew(self) -> None:
+        """The states live elsewhere from now on, or the budget is another one. All ranks do it at the same point."""
+        self._passes, self._observed, self._choices = 0, None, ()
+        self._plain = False
+        self._decided.clear()
+        self._room = self._make_room(self.held_bytes)
 
     def held_bytes(self) -> int:
         """What the blocks of this pass hold on the device, by our count."""

@@ -62,9 +62,12 @@ class CountedCard:
         return Allocated(self._card_bytes, now, self._peak, 0)
 
 
-def card_of(plan_bytes: int | None, device: torch.device, ours: Callable[[], int], held: Callable[[], int]) -> Probe | None:
-    """What states and activations share. None where there is nothing to fill: no accelerator, and no ``device_bytes``."""
+_ENDLESS = 1 << 62
+
+
+def card_of(plan_bytes: int | None, device: torch.device, ours: Callable[[], int], held: Callable[[], int]) -> Probe:
+    """What states and activations share. Without an accelerator and without ``device_bytes`` it has no end."""
     probe = probe_of(device)
-    if plan_bytes is None:
-        return probe
-    return CountedCard(plan_bytes, ours, held) if probe is None else SmallerCard(probe, plan_bytes)
+    if probe is None:
+        return CountedCard(_ENDLESS if plan_bytes is None else plan_bytes, ours, held)
+    return probe if plan_bytes is None else SmallerCard(probe, plan_bytes)

@@ -17,6 +17,7 @@ from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
+from unwall.runtime.onlooker import Onlooker
 from unwall.runtime.places import find_places
 from unwall.runtime.shown import Shown
 from unwall.runtime.turns import Turn, alone
@@ -96,6 +97,8 @@ class Engine:
         """Called before anything looks at the parameters' values or changes them: see ``edge``."""
         self.outside: Any = None
         """Who is asked for parameters that no pass shows (runtime/outside.py). Only kept here."""
+        self.staying = {group.buffer.key for group in groups if not group.evictable}
+        """The storages of flat buffers that are never dropped."""
         self.lent: set[int] = set()
         """Parameters (by id) that are whole and the user's now, inside ``full_params``."""
         self.loading: set[int] = set()
@@ -111,6 +114,8 @@ class Engine:
         """Told of each gradient that arrives, or is changed by hand. They may refuse it."""
         self.lookers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told before someone looks at gradients or changes them: they do what they had put off until the step."""
+        self.movers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
+        """Told before states move to other tiers: what was computed ahead of a step, and the memory for it, goes."""
         self.skipped = 0
         """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
         self.root: weakref.ref[nn.Module] | None = None
@@ -125,9 +130,19 @@ class Engine:
         """The names of parameters (by id) and buffers (by the id of their module and their name in it) that came from the meta
         device, and that nothing was written to yet."""
         self.failures = FailureDomain()
+        self._onlooker = self._watched_over()
         _live.add(self)
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
+
+    def _watched_over(self) -> Onlooker | None:
+        """The other ranks are told of passes that end unseen."""
+        agreement = self.executor.agreement
+        if self.ranks.size == 1 or not isinstance(agreement, Agreement):
+            return None
+        onlooker = Onlooker(self.forward, self.backward, agreement, self.device.device)
+        self.ranks.control.watch.onlookers.add(onlooker)
+        return onlooker
 
     @property
     def device(self) -> DeviceTier:
@@ -149,6 +164,10 @@ class Engine:
     def looked_at(self) -> None:
         """Someone is about to look at gradients, or to change them."""
         self._tell(self.lookers, 0)
+
+    def about_to_move(self) -> None:
+        """The states are about to move to other tiers."""
+        self._tell(self.movers, 0)
 
     def refuse_if_used(self, index: int) -> None:
         """A group's gradient is about to be changed. Raises where an update has used it already."""
@@ -216,6 +235,7 @@ class Engine:
         self.executor.grown()
         self.backward.grown()
         self.forward.saved.follow(groups)
+        self.staying.update(group.buffer.key for group in groups if not group.evictable)
 
     def edge(self) -> None:
         """Everything that was written to parameters outside a pass is in the master. For whoever reads or writes masters."""

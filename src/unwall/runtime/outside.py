@@ -25,12 +25,14 @@ from torch.autograd.graph import increment_version
 
 from unwall.runtime.absent import Absent, keep
 from unwall.runtime.engine import Engine
+from unwall.runtime.near import Near
 from unwall.runtime.tiled_functions import compute
 from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
 from unwall.shards.flat import storage_uses
 from unwall.shards.group import Group
 from unwall.shards.master import rounded
+from unwall.shards.states import REMAINDER
 
 MOST_TWINS = 64
 """Counters that are kept of one value's ``.data`` before those that are not needed any more are looked for."""
@@ -138,6 +140,7 @@ class Outside:
         for param in group.params:
             keep(param, self)
         group.faces.written = partial(self._written, group)
+        group.faces.is_half = lambda: group.flat_is_home and group.has_state(REMAINDER)
 
     # -- what absent parameters ask -----------------------------------------------------------------------------------
 
@@ -152,6 +155,15 @@ class Outside:
         self._engine.forward.touched(param)
         for place in self._engine.places[id(param)]:
             self._engine.groups[place.group].faces.open()
+
+    def read_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """A pass has read ``param.data``: what is written there is found when the pass ends."""
+        for place in self._engine.places.get(id(param), ()):
+            self._engine.groups[place.group].faces.lent(place.slot, data)
+
+    def about_to_write(self, param: nn.Parameter) -> None:
+        for place in self._engine.places.get(id(param), ()):
+            self._engine.groups[place.group].faces.may_be_written(place.slot)
 
     def is_tiled(self, param: nn.Parameter) -> bool:
         return len(self._engine.places[id(param)]) > 1
@@ -238,7 +250,7 @@ class Outside:
     def _written(self, group: Group, slots: list[int]) -> None:
         """A pass has written to parameters that it was shown."""
         for slot in slots:
-            take_shown(self._engine, group, slot)
+            take_shown(self._engine, group, slot, group.faces.before.get(slot))
 
     def _warn(self, lent: Lent) -> None:
         lent.warned = True
@@ -273,7 +285,7 @@ def watch_outside(engine: Engine) -> None:
     for group in engine.groups:
         if group.faces.away is None:
             engine.outside.follow(group)
-            group.faces.away = Absent
+            group.faces.away, group.faces.near = Absent, Near
             for slot in range(len(group.params)):
                 group.faces.hide(slot)
             group.faces.is_open = False

@@ -92,6 +92,11 @@ class SavedTensors:
                 group.buffer.make_known(self._flats, group.index)
         self._streams = bool(self._flats)
 
+    def follow_anew(self) -> None:
+        """Groups have other homes: some come and go that did not before, or the other way round."""
+        self._flats.clear()
+        self.follow(self._groups)
+
     @property
     def streams(self) -> bool:
         """Whether there are groups that come and go."""

@@ -63,16 +63,19 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
         self._pieces: set[int] = set()  # groups of whose gradient only a part was reduced yet
-        self._largest_fetch = max(group.fetch_bytes for group in groups)
-        self._largest_reduce = max(gradient.reduce_bytes for gradient in gradients)
         self._limit: Limit | None = None
+        self._measure()
         ledger.ask_before_refusing(self.drop_cache)
         self._acting = 0  # collectives over several ranks that this rank takes part in now
         self.agreement = make_agreement(self)
 
-    def keep_within(self, limit: Limit) -> None:
+    def keep_within(self, limit: Limit | None) -> None:
         """From now on groups are dropped to stay within ``limit``, as far as they can be."""
         self._limit = limit
+
+    def _measure(self) -> None:
+        self._largest_fetch = max(group.fetch_bytes for group in self.groups)
+        self._largest_reduce = max(gradient.reduce_bytes for gradient in self.gradients)
 
     def begin_pass(self, kind: Hashable) -> None:
         """A forward begins, and nothing is in use. ``kind``: see ``Trace``."""
@@ -123,8 +126,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.pins.clear()
 
     def grown(self) -> None:
-        """Groups were added."""
+        """Groups were added, or have other homes."""
         self.pins.grow(len(self.groups))
+        self._measure()
 
     def is_pinned(self, index: int) -> bool:
         return self.pins.is_hard(index) or self.pins.is_soft(index)
