@@ -7,6 +7,7 @@ each block (runtime/auto.py).
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,11 @@ def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
         warnings.warn(f"{type(model).__name__} checkpoints already, so Plan(activations='auto') leaves it alone", stacklevel=4)
         return
 
+    owner = weakref.ref(engine)
+
     def room(held: Callable[[], int]) -> ActivationRoom:
+        engine = owner()
+        assert engine is not None
         budget = engine.plan.budget_device_bytes
         card = card_of(budget, device, lambda: ledger.live_bytes, held)
         counted = isinstance(card, CountedCard)

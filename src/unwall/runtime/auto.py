@@ -85,6 +85,7 @@ class Auto:
         """The states live elsewhere from now on, or the budget is another one. All ranks do it at the same point."""
         self._passes, self._observed, self._choices = 0, None, ()
         self._plain = False
+        self._census, self._saved.seen = None, None
         self._decided.clear()
         self._room = self._make_room(self.held_bytes)
 
