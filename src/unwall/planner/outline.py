@@ -6,7 +6,7 @@ the last to the first. A model that registers its modules in another order than 
 trained right all the same: the engine watches.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,14 +52,26 @@ class Outline:
     module: nn.Module
     description: Description
     operators: tuple[Operator, ...]
+    ignore: Callable[[str, nn.Parameter], bool] | None = None
+    """As in ``Plan``: parameters that are left alone."""
+
+    @property
+    def ignored_bytes(self) -> int:
+        """What the parameters that are left alone take on the device, whole: their values and, trained, their gradients."""
+        named = self.module.named_parameters() if self.ignore is not None else ()
+        left = [param for name, param in named if self.ignore is not None and self.ignore(name, param)]
+        return sum(param.numel() * param.element_size() * (1 + param.requires_grad) for param in left)
 
     def stretches(self, groups: Sequence[Unit]) -> list[Stretch]:
         """The model's forward as runs of operators over these groups. See [Note: order]."""
         place = {id(entry.param): index for index, unit in enumerate(groups) for entry in unit.entries}
         found: list[Stretch] = []
         for operator in self.operators:
-            read = tuple(sorted({place[id(param)] for param in operator.params}))
-            numel = sum(param.numel() for param in operator.params)
+            grouped = [param for param in operator.params if id(param) in place]  # the others are left alone
+            read = tuple(sorted({place[id(param)] for param in grouped}))
+            if not read:
+                read = found[-1].groups if found else (0,)
+            numel = sum(param.numel() for param in grouped)
             step = Stretch(read, numel, operator.active_numel, operator.pair_flops, operator.block)
             if found and (found[-1].groups, found[-1].block) == (read, step.block):
                 step = Stretch(
