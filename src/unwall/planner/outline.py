@@ -54,10 +54,10 @@ class Outline:
     module: nn.Module
     description: Description
     operators: tuple[Operator, ...]
-    ignore: Callable[[str, nn.Parameter], bool] | None = None
-    """As in ``Plan``: parameters that are left alone."""
     tiles: int = 0
     """Into how many tiles the largest matrix of a description is cut. 0: a real module, which is cut as ``shard`` does it."""
+    ignore: Callable[[str, nn.Parameter], bool] | None = None
+    """As in ``Plan``: parameters that are left alone."""
 
     @property
     def ignored_bytes(self) -> int:
