@@ -94,10 +94,7 @@ def _problems(run: Run) -> str:
 def _curves(run: Run) -> str:
     tested = [(float(line["step"]), float(line["loss"])) for line in run.evaluations if _both(line, "step", "loss")]
     curves = [Curve("loss", "c0", run.values("loss")), Curve("evaluation", "c1", tested, dots=True)]
-    plain = run.field("plain_losses")  # the demo's
-    if isinstance(plain, list):
-        beside = [(float(number), float(value)) for number, value in enumerate(plain, 1) if is_number(value)]
-        curves.append(Curve("plain PyTorch", "c3", beside))
+    curves.append(Curve("plain PyTorch", "c1 thin", run.values("plain_loss"), dots=True))  # the demo's
     found = chart("Loss", curves, shown=lambda value: f"{value:.4g}")
     predicted, tokens = run.number("prediction", "tokens_per_s"), _median(line.get("tokens") for line in run.steps)
     bound_s = run.number("prediction", "bound_s")

@@ -92,7 +92,16 @@ def plan_groups(
     if most_params is not None:
         units = [part for unit in units for part in _split(unit, most_params)]
     note_calls(model, units)
+    _note_tied(model, units)
     return [(unit, _layout(unit, world_size)) for unit in units]
+
+
+def _note_tied(model: nn.Module, units: list[Unit]) -> None:
+    parts = [unit for unit in units if unit.is_part]
+    if parts:
+        owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        for unit in parts:
+            unit.several = owners[id(unit.entries[0].param)] > 1
 
 
 def _split(unit: Unit, most_params: int) -> list[Unit]:
@@ -119,13 +128,14 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
             states = bytes_per_element(master_specs(layout.dtype))
         if kind.trainable:
             states += bytes_per_element(adamw_specs(layout.dtype))
-        size = group_sizes(layout, states, kind.trainable, plan, world_size)
+        size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
         found.append(replace(size, at_once_bytes=sum(planned[index][1].flat_bytes for index in unit.at_once)))
     return found
 
 
-def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, world_size: int) -> Sizes:
-    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state."""
+def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, world_size: int, several: bool = False) -> Sizes:
+    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state. ``several``: its gradient
+    may land in several parts even in one pass."""
     owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
     grad_item = (plan.reduce_dtype or layout.dtype).itemsize
     reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
@@ -141,7 +151,7 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
         whole=plan.stage < 3 or world_size == 1,
         trainable=trainable,
         own_numel=owned,
-        sum_bytes=owned * max(4, grad_item) if trainable and plan.passes > 1 else 0,
+        sum_bytes=owned * max(4, grad_item) if trainable and (plan.passes > 1 or several) else 0,
     )
 
 
