@@ -15,6 +15,7 @@ from unwall.schedule.limit import Limit
 from unwall.shards.arrange import arrange
 from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import Others
 from unwall.shards.grouping import Cuts, uncut
 from unwall.shards.placement import Home, Sizes, least_device_bytes
 from unwall.tiers.tiers import Tiers
@@ -28,18 +29,20 @@ def assemble(
     make_tiers: Callable[[list[Sizes], list[Home]], Tiers],
     whole_value: Callable[[nn.Parameter], torch.Tensor | None],
     cuts: Cuts = uncut,
+    others: Others | None = None,
 ) -> Engine:
     """Shards a model in place. PlanError, before anything is allocated, where the plan does not fit ``room``.
 
     ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
     where there is none yet. ``cuts`` says which parameters lie in several slots.
+    ``others``: the ranks of other dimensions of the mesh.
     """
     planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     for group, size in zip(groups, sizes, strict=True):
         group.at_once_bytes = size.at_once_bytes
-    engine = Engine(plan, groups, gradients, tiers, ranks)
+    engine = Engine(plan, groups, gradients, tiers, ranks, others)
     keep_within_card(engine, sizes, homes)
     install(engine, model)
     interrupts.install()

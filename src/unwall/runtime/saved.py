@@ -27,6 +27,7 @@ from unwall.runtime.stand_ins import StandIns
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
+from unwall.shards.local import distributed_like, local
 
 
 class Layer(Protocol):
@@ -104,7 +105,7 @@ class SavedTensors:
         """The group that comes and goes of which this is a view."""
         if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
             return None  # sparse tensors and their like have no storage of their own
-        return self._flats.get(tensor.untyped_storage()._cdata)
+        return self._flats.get(local(tensor).untyped_storage()._cdata)
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
@@ -153,7 +154,8 @@ class SavedTensors:
         if view is None:
             return value
         storage = self._groups[index].buffer.tensor.untyped_storage()
-        return value.new_empty(0).set_(storage, view.offset, view.shape, view.stride)
+        part = local(value).new_empty(0).set_(storage, view.offset, view.shape, view.stride)
+        return distributed_like(value, part)
 
     def views_of(self, index: int) -> SavedViews:
         """What goes with each view of a group's flat buffer that autograd holds: then it counts as ours."""
