@@ -10,6 +10,7 @@ from unwall.checkpoint.weights_out import export_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.ema import ema
 from unwall.optim.wrap import wrap
+from unwall.parallel.tensor import parallelize
 from unwall.plans import Plan, PlanError
 from unwall.runtime.grads import grads
 from unwall.shards.control import DivergedError, PeerError
@@ -35,6 +36,7 @@ __all__ = [
     "move",
     "nn",
     "no_sync",
+    "parallelize",
     "plan",
     "probe",
     "profile",

@@ -57,7 +57,7 @@ def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, 
     """See ``unwall.load``."""
     error: BaseException | None = finish_pending(engine)
     engine.executor.together("load")
-    meeting = Meeting(engine.ranks)
+    meeting = Meeting(engine.everyone)
     meeting.agree(error)
     prepared = _prepare(Path(path), engine, meeting, model, optimizer)
     try:

@@ -100,7 +100,7 @@ def save_engine(
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
     error = finish_pending(engine)
     engine.executor.together("save")
-    meeting = Meeting(engine.ranks)
+    meeting = Meeting(engine.everyone)
     meeting.agree(error)
     save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
     if block:

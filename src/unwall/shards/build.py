@@ -13,7 +13,7 @@ from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, note_calls, uncut
 from unwall.shards.layout import Layout, build_layout
-from unwall.shards.local import local, show
+from unwall.shards.local import copies_of, is_distributed, local, made_real, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
 from unwall.shards.placement import (
     Home,
@@ -38,6 +38,8 @@ class Kind:
     trainable: bool
     exact: bool
     """The master needs more than the compute dtype holds, although the parameters are frozen."""
+    copies: int | None = None
+    """On how many tensor ranks each element of a DTensor is kept. None: plain parameters."""
 
 
 def compute_dtype(plan: Plan, name: str, param: nn.Parameter, fp32_names: set[str]) -> torch.dtype:
@@ -81,7 +83,9 @@ def plan_groups(
 
     def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
         dtype = compute_dtype(plan, name, param, kept)
-        return Kind(dtype, param.requires_grad, param.dtype is torch.float32 and dtype is torch.bfloat16), dtype
+        copies = copies_of(param, 1) if is_distributed(param) else None
+        exact = param.dtype is torch.float32 and dtype is torch.bfloat16
+        return Kind(dtype, param.requires_grad, exact, copies), dtype
 
     entries = [entry for entry in entries_of(model, kind, cuts) if not ignored(plan, entry.name, entry.param)]
     if not entries:
@@ -336,10 +340,7 @@ def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, in
                     clear_master(group, segment.shard_start, segment.numel)
                 else:
                     write_master(group, segment.shard_start, value[segment.start : segment.start + segment.numel])
-            if entry.param.is_meta:  # a meta tensor cannot be given real data: exchange what is inside the object
-                real = nn.Parameter(
-                    torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad
-                )
-                torch.utils.swap_tensors(entry.param, real)
+            if entry.param.is_meta:
+                made_real(entry.param, group.layout.dtype, group.flat.device)
             group.detach_one(slot)
             taken.append((group, slot))
