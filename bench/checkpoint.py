@@ -177,7 +177,15 @@ def deepspeed_worker(folder):
     deepspeed.init_distributed()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = torch.randint(0, SHAPES["125m"].vocab, (1, 64), device=device)
-    job = Job(SHAPES["125m"], device, (tokens, tokens), 1, None, {"offload": "cpu"}, Path(folder))
+    job = Job(
+        shape=SHAPES["125m"],
+        device=device,
+        data=(tokens, tokens),
+        batch=1,
+        clip=None,
+        options={"offload": "cpu"},
+        scratch=Path(folder),
+    )
     config = settings(job)
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Decoder(SHAPES["125m"])
