@@ -10,12 +10,24 @@ from unwall.native import interrupts
 from unwall.native.ticket import Signal
 
 
+class Alarm(Exception):
+    """What the user's handler of an alarm raises."""
+
+
+def alarmed(number, frame):
+    raise Alarm(number)
+
+
 @pytest.fixture(autouse=True)
 def handler():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, alarmed),
+    }
     interrupts.install()
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, previous in before.items():
+        signal.signal(number, previous)
 
 
 def interrupt():
@@ -65,6 +77,54 @@ def test_a_handler_of_the_user_is_asked_at_the_edge(again):
         interrupt()
 
 
+def alarm():
+    signal.raise_signal(signal.SIGALRM)
+
+
+def test_what_other_handlers_raise_waits_for_the_edge():
+    done = []
+    with pytest.raises(Alarm), interrupts.deferred:
+        alarm()
+        alarm()  # no sign of impatience: a timer may go off many times
+        done.append("reached")
+    assert done == ["reached"]
+    with pytest.raises(Alarm):
+        alarm()  # outside: at once
+    with interrupts.deferred:
+        pass  # nothing is left
+
+
+def test_no_signal_keeps_another_one_back():
+    with pytest.raises(KeyboardInterrupt) as raised, interrupts.deferred:
+        alarm()
+        interrupt()
+    assert isinstance(raised.value.__context__, Alarm)
+
+
+def test_what_has_waited_for_too_long_is_passed_on(monkeypatch):
+    monkeypatch.setattr(interrupts, "GRACE_SECONDS", 0.0)
+    done = []
+    with pytest.raises(Alarm), interrupts.deferred:
+        alarm()
+        threading.Event().wait(30)  # the signal that comes again wakes it up
+        done.append("not reached")
+    assert done == []
+
+
+def test_a_handler_that_raises_nothing_leaves_the_section_as_it_is(monkeypatch):
+    monkeypatch.setattr(interrupts, "GRACE_SECONDS", 0.0)
+    seen = []
+    signal.signal(signal.SIGALRM, lambda number, _: seen.append(number))
+    interrupts.install()
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        alarm()
+        alarm()
+        assert seen == [signal.SIGALRM]
+        interrupt()
+        seen.append("inside")
+    assert seen == [signal.SIGALRM, "inside"]
+
+
 def test_what_is_ignored_stays_so():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     interrupts.install()
@@ -91,10 +151,11 @@ def test_sections_of_other_threads_defer_nothing():
         thread.join()
 
 
-def test_a_wait_that_takes_long_ends():
+@pytest.mark.parametrize(("send", "error"), [(interrupt, KeyboardInterrupt), (alarm, Alarm)])
+def test_a_wait_that_takes_long_ends(send, error):
     never = Signal()
-    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
-        interrupt()
+    with pytest.raises(error), interrupts.deferred:
+        send()
         never.wait()
     never.set()
 

@@ -153,6 +153,14 @@ def test_without_labels_the_logits_are_there():
     assert torch.equal(other.generate(tokens[:1], max_new_tokens=4), one.generate(tokens[:1], max_new_tokens=4))
 
 
+def test_labels_may_be_passed_by_position():
+    one, other = llama(), use_linear_cross_entropy(llama())
+    ids, labels = batch()["input_ids"], batch()["labels"]
+    args = (ids, None, None, None, None, labels)
+    torch.testing.assert_close(other(*args).loss, one(*args).loss)
+    assert other(*args).logits is None
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_switched_model_on_a_tier(tier, tied):

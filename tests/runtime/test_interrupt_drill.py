@@ -38,7 +38,7 @@ ONE_RANK = [
     ("mixed", torch.bfloat16, ADAMW),
 ]
 TWO_RANKS = [("device", torch.float32, ADAMW), ("tight", torch.bfloat16, ADAMW), ("disk", torch.float32, CLIPPED)]
-PER_CASE, PER_CASE_OF_TWO = 82, 60
+PER_CASE, PER_CASE_OF_TWO, PER_CASE_OF_ALARMS = 82, 60, 50
 assert len(ONE_RANK) * PER_CASE + len(TWO_RANKS) * PER_CASE_OF_TWO == 1000
 
 
@@ -84,11 +84,12 @@ def equal(one, other):
 
 def drill(place, dtype, kind, count, seed, inject, size):
     """``inject(rng, size)`` makes the interrupt; ``size()`` measures how many places there are. Returns how many were raised."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGALRM)}
     try:
         return _drill(place, dtype, kind, count, seed, inject, size)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _drill(place, dtype, kind, count, seed, inject, size):
@@ -128,6 +129,11 @@ def at_event(rng, size):
     return AtEvent(rng.randrange(1, size))
 
 
+def alarm_at_event(rng, size):
+    """A handler of the user that raises: a time-out."""
+    return AtEvent(rng.randrange(1, size), signal.SIGALRM)
+
+
 def in_hook(rng, size):
     rank, _ = rank_and_world()
     hook, later = rng.randrange(1, size), [rng.randrange(200) for _ in range(2)]
@@ -147,5 +153,12 @@ def test_interrupts_of_two_ranks(place, dtype, kind, ranks):
     assert ranks(2).run(drill, place, dtype, kind, PER_CASE_OF_TWO, 2, in_hook, InHook) == [PER_CASE_OF_TWO] * 2
 
 
-def test_a_few_interrupts():
-    assert drill("tight", torch.bfloat16, ADAMW, 12, 3, at_event, AtEvent) > 6
+@pytest.mark.drill
+@pytest.mark.parametrize(("place", "dtype", "kind"), [ONE_RANK[0], ONE_RANK[3], ONE_RANK[6], ONE_RANK[8]])
+def test_alarms_anywhere(place, dtype, kind):
+    assert drill(place, dtype, kind, PER_CASE_OF_ALARMS, 4, alarm_at_event, AtEvent) > PER_CASE_OF_ALARMS * 0.85
+
+
+@pytest.mark.parametrize("inject", [at_event, alarm_at_event])
+def test_a_few_interrupts(inject):
+    assert drill("tight", torch.bfloat16, ADAMW, 12, 3, inject, AtEvent) > 6

@@ -256,23 +256,33 @@ def test_a_second_adapter_and_plain_pytorch():
     assert_close(plain.state_dict(), model.state_dict())
 
 
-def refused_wrappers():
+def flattened(model, **options):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def refused_wrappers(tier):
     model = seeded(Chain)
-    unwall.shard(model, Plan(compute_dtype=torch.float32))
-    for wrapper in (DistributedDataParallel, DataParallel):
-        with pytest.raises(RuntimeError, match=f"{wrapper.__name__} around a sharded model"):
-            wrapper(model)
-    for part in (model, model.layers[0]):
+    unwall.shard(model, Plan(compute_dtype=torch.float32, params=tier, optimizer=tier))
+    for resident in (False, True):
+        for outer in (model, nn.Sequential(model, nn.Linear(16, 16))):
+            for wrapper in (DistributedDataParallel, DataParallel):
+                with pytest.raises(RuntimeError, match=f"{wrapper.__name__} around a sharded model"):
+                    wrapper(outer)
+            for options in ({}, {"use_orig_params": True}):
+                with pytest.raises(RuntimeError, match="FullyShardedDataParallel around a sharded model"):
+                    flattened(outer, **options)
+            with pytest.raises(RuntimeError, match=r"fully_shard \w+ a sharded model"):
+                fully_shard(outer)
         with pytest.raises(RuntimeError, match="fully_shard on a sharded model"):
-            fully_shard(part)
-    result = float(model(batch_of(0, 0)).sum())  # and everything is resident
-    with pytest.raises(RuntimeError, match="FullyShardedDataParallel around a sharded model"):
-        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+            fully_shard(model.layers[0])
+        result = float(model(batch_of(0, 0)).sum())
+        assert resident or unwall.stats(model).tiers["device"].live_bytes
     return result
 
 
-def test_ddp_and_fsdp_around_a_sharded_model_are_refused_by_name(ranks):
-    assert ranks(2).run(refused_wrappers)[0] == pytest.approx(float(seeded(Chain)(batch_of(0, 0)).sum()))
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_ddp_and_fsdp_around_a_sharded_model_are_refused_by_name(ranks, tier):
+    assert ranks(2).run(refused_wrappers, tier)[0] == pytest.approx(float(seeded(Chain)(batch_of(0, 0)).sum()))
 
 
 def test_zero_grad_of_a_module_around_the_model():

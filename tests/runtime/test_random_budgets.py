@@ -5,6 +5,7 @@ Each case trains twice, without budgets and with them, and must come to the same
 
 import contextlib
 import random
+import warnings
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
@@ -145,7 +146,11 @@ def try_cases(seed, count):
                     wrong.append(f"{case} {budgets}: refused, but less was accepted: {least}")
                     continue
                 try:
-                    found = train(case, case.plan(folder, **budgets))
+                    with warnings.catch_warnings(record=True) as warned:
+                        warnings.simplefilter("always")
+                        found = train(case, case.plan(folder, **budgets))
+                    kept = [str(warning.message) for warning in warned if "kept by your code" in str(warning.message)]
+                    wrong += [f"{case} {budgets}: {message}" for message in kept]  # nobody keeps anything here
                 except Exception as error:
                     wrong.append(f"{case} {budgets} ({factor:.2f} of the least): {type(error).__name__}: {error}")
                     if world > 1:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -262,3 +263,89 @@ def test_a_model_in_tiles_is_saved_loaded_and_exported(tmp_path):
         with unwall.full_params(loaded):
             for name, param in loaded.named_parameters():
                 assert torch.equal(param, values[name]), name
+
+
+def experts(kind, implementation):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2}
+    if kind == "mixtral":
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape))
+    else:  # stacked the other way round
+        shape |= {"head_dim": 8, "layer_types": ["full_attention"]}
+        model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**shape))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(std=0.1)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(("kind", "tiles"), [("mixtral", 3), ("mixtral", 12), ("gpt_oss", 12)])
+def test_stacked_experts_in_tiles(kind, tiles, implementation):
+    """With 12 tiles each of the 6 experts lies in two. The few tokens choose some of the experts: the others get zeros."""
+    ids = torch.arange(5).view(1, 5)
+    expected = experts(kind, implementation)
+    loss = expected(input_ids=ids, labels=ids).loss
+    loss.backward()
+    model = experts(kind, implementation)
+    unwall.shard(model, Plan(compute_dtype=torch.float32, tiles=tiles, **PLACEMENTS["host"]))
+    found = model(input_ids=ids, labels=ids).loss
+    found.backward()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    counts = set()
+    for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.clone(), other.grad, rtol=1e-5, atol=1e-6, msg=name)
+        if param.dim() == 3:
+            counts.add(len(unwall.api.engine(model).places[id(param)]))
+    assert counts == {tiles}
+    optimizer = unwall.AdamW(model.parameters(), **OPTIONS)
+    torch.optim.AdamW(expected.parameters(), **OPTIONS).step()
+    optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_on_frozen_tiles():
+    peft = pytest.importorskip("peft")
+
+    def build(sharded):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+        )
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+        if sharded:
+            unwall.shard(model, Plan(compute_dtype=torch.float32, tiles=4, **PLACEMENTS["host"]))
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = (unwall.AdamW if sharded else torch.optim.AdamW)(params, **OPTIONS)
+        losses = []
+        for _ in range(3):
+            loss = model(input_ids=batch(0) % 64, labels=batch(1) % 64).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    assert build(True) == pytest.approx(build(False), rel=1e-5)
+
+
+def test_the_loss_without_logits_reads_a_head_in_tiles():
+    class Chunked(Net):
+        def forward(self, ids):
+            hidden = self.embed(ids)
+            options = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": 7, "chunk_tokens": 10}
+            return unwall.nn.linear_cross_entropy(hidden + self.body(hidden), self.head.weight, ids, **options)
+
+    expected, model = Chunked(), Chunked()
+    loss = expected(batch(0))
+    loss.backward()
+    unwall.shard(model, Plan(compute_dtype=torch.float32, tiles=5, **PLACEMENTS["host"]))
+    found = model(batch(0))
+    found.backward()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    for (name, param), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(param.grad.clone(), other[1].grad, rtol=1e-5, atol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen place: a real SIGINT, raised at the k-th call or return in the main thread, of Python or C functions."""
+"""Ctrl-C (or another signal) at a chosen place: a real one, raised at the k-th call or return in the main thread, of Python or C functions."""
 
 import signal
 import sys
@@ -13,11 +13,12 @@ HOOKS.add(ShardedOptimizer.zero_grad.__code__)
 
 
 class AtEvent:
-    """Inside: SIGINT at the ``k``-th event. ``events`` counts them, so a run without ``k`` says how many there are."""
+    """Inside: the signal at the ``k``-th event. ``events`` counts them, so a run without ``k`` says how many there are."""
 
-    def __init__(self, k: int | None = None) -> None:
+    def __init__(self, k: int | None = None, number: int = signal.SIGINT) -> None:
         self.events = 0
         self._k = k
+        self._number = number
 
     def __enter__(self) -> "AtEvent":
         sys.setprofile(self._seen)
@@ -29,7 +30,7 @@ class AtEvent:
     def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
         self.events += 1
         if self.events == self._k:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self._number)
 
 
 class InHook(AtEvent):

@@ -90,7 +90,7 @@ def begin(engine: Engine, what: str) -> Meeting:
     """What every save and load does first, with all ranks: the save before it has ended, and raises what it failed with."""
     error = finish_pending(engine)
     engine.executor.together(what)
-    meeting = Meeting(engine.ranks)
+    meeting = Meeting(engine.everyone)
     meeting.agree(error)
     return meeting
 

@@ -1,17 +1,19 @@
-"""Ctrl-C waits for the edges of our own code.
+"""Ctrl-C, and whatever else a signal handler raises, waits for the edges of our own code.
 
 [Note: interrupts]
-Python raises KeyboardInterrupt between any two instructions of the main thread. Inside a fetch or a step that would leave
-things half done: memory that nobody accounts for, a step of which some groups know. So whatever the user's loop calls here
-(module hooks, callbacks of backward, ``step``, finalisers) runs inside ``deferred``: an interrupt is noted there and raised
-where the outermost of them ends. Entering and leaving count up and down and cost next to nothing. The handler is ours: it
-passes the signal on to the one that was there, at once or at that edge, so a handler of the user works as before, also one that
-is installed later (``install`` looks again when a pass begins).
+Python runs the handler of a signal between any two instructions of the main thread, and whatever it raises (KeyboardInterrupt,
+a time-out, SystemExit) comes there. Inside a fetch or a step that would leave things half done: memory that nobody accounts
+for, a step of which some groups know. So whatever the user's loop calls here (module hooks, callbacks of backward, ``step``,
+finalisers) runs inside ``deferred``: a signal is noted there, and its handler is called where the outermost of them ends.
+Entering and leaving count up and down and cost next to nothing. The handlers are ours: each passes the signal on to the one
+that was there, at once or at that edge, so a handler of the user works as before, also one that is installed later (``install``
+looks again when a pass or a step begins). A signal that is noted twice is passed on once, as the kernel does it.
 
-Nothing becomes impossible to interrupt: a second Ctrl-C is raised at once, and a wait that takes long looks (``check``) whether
-one was noted. Work in flight is outwaited in any case, see [Note: work in flight] in shards/flat.py. Other threads than the
-main one never see a signal and are not concerned. Exceptions that other handlers raise (an alarm) come at any place: then
-accounts and states are still true, but a step may have been taken in part.
+Nothing becomes impossible to interrupt. A second Ctrl-C is raised at once; a wait that takes long looks (``check``) whether a
+signal was noted; and one that has been waiting for ``GRACE_SECONDS`` is passed on wherever the main thread is then: accounts
+and states are still true after that, but a step may have been taken in part. Work in flight is outwaited in any case, see
+[Note: work in flight] in shards/flat.py. Other threads than the main one never see a signal and are not concerned, nor are
+handlers that are not written in Python (faulthandler's) and those of profilers, which want to know where the program is.
 """
 
 import _thread
@@ -24,11 +26,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident, main_thread
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 SLICE_SECONDS = 0.2
 """How long a wait lasts before it looks whether it is wanted any more."""
+GRACE_SECONDS = 10.0
+"""How long a signal other than Ctrl-C may wait for the edge."""
+DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals whose handlers people write to raise something."""
 _REMIND_SECONDS = 0.01
+_URGE_SECONDS = 1.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +46,7 @@ _main = main_thread().ident or 0
 class _State:
     """Where the main thread is, and what it was told meanwhile."""
 
-    __slots__ = ("committed", "depth", "finals", "insisted", "noted")
+    __slots__ = ("committed", "depth", "finals", "insisted", "noted", "urging")
 
     def __init__(self) -> None:
         self.depth = 0
@@ -48,48 +55,95 @@ class _State:
         """Those of them that are finalisers: an exception there would be lost."""
         self.committed = False
         """They must not be left half way, not even from a wait."""
-        self.noted: Handler | None = None
+        self.noted: dict[int, Noted] = {}
+        """By number, in the order in which they came."""
         self.insisted = False
-        """A signal came while one was noted, in a finaliser."""
+        """A second Ctrl-C came while one was noted, in a finaliser."""
+        self.urging = False
+        """A thread looks after what is noted. See ``_urge``."""
 
 
 _state = _State()
 
 
 class Handler:
-    """The handler of SIGINT, over the one that was there before. See [Note: interrupts]."""
+    """The handler of a signal, over the one that was there before. See [Note: interrupts]."""
 
     def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
         self.previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if _state.depth and (_state.noted is None or _state.finals):
-            _state.insisted = _state.noted is not None
-            _state.noted = self
+        if _state.depth and not self._is_urgent(number):
+            self._note(number)
             return
-        first, _state.noted = _state.noted, None
-        _state.depth = 0  # a section that is left before it has begun does not count it down
-        _state.committed = False
-        if first is not None:
-            first.previous(number, frame)
+        first = _state.noted.pop(number, None)
+        depth, committed = _state.depth, _state.committed
+        _state.depth, _state.committed = 0, False  # a section that is left before it has begun does not count it down
+        if first is not None and number == signal.SIGINT:
+            first.handler.previous(number, frame)
         self.previous(number, frame)
+        _state.depth, _state.committed = depth, committed  # it raised nothing: the section goes on
+
+    def _is_urgent(self, number: int) -> bool:
+        """Whether it is passed on inside a section, too."""
+        noted = _state.noted.get(number)
+        if noted is None or _state.finals:
+            return False
+        return number == signal.SIGINT or time.monotonic() - noted.since >= GRACE_SECONDS
+
+    def _note(self, number: int) -> None:
+        if number == signal.SIGINT:
+            _state.insisted = number in _state.noted
+        _state.noted.setdefault(number, Noted(self, time.monotonic()))
+        if number != signal.SIGINT and not _state.urging:
+            _state.urging = True
+            with suppress(RuntimeError):  # the interpreter is shutting down
+                _thread.start_new_thread(_urge, ())
+
+
+class Noted(NamedTuple):
+    """A signal that waits for the edge."""
+
+    handler: Handler
+    since: float
 
 
 def install() -> None:
-    """From now on interrupts are deferred. Whoever handles them now is asked when they are raised."""
+    """From now on signals are deferred. Whoever handles them now is asked when they are passed on."""
     if get_ident() != _main:
         return
-    current = signal.getsignal(signal.SIGINT)
-    if callable(current) and not isinstance(current, Handler):  # otherwise they are ignored, or end the process
-        with suppress(ValueError):  # the main thread of another interpreter in this process
-            signal.signal(signal.SIGINT, Handler(current))
+    for number in DEFERRED:
+        current = signal.getsignal(number)
+        if callable(current) and type(current) is not Handler:  # otherwise it is ignored, or ends the process
+            with suppress(ValueError):  # the main thread of another interpreter in this process
+                signal.signal(number, Handler(current))
 
 
-def _raise() -> None:
-    noted, _state.noted = _state.noted, None
+def _pass_on(frame: FrameType) -> None:
+    """Everything that was noted, in its order. What one handler raises does not keep the signal of the next one back."""
     _state.insisted = False
-    if noted is not None:
-        noted.previous(signal.SIGINT, sys._getframe(2))
+    if not _state.noted:
+        return
+    number = next(iter(_state.noted))
+    noted = _state.noted.pop(number)
+    try:
+        noted.handler.previous(number, frame)
+    finally:
+        _pass_on(frame)
+
+
+def _urge() -> None:
+    """Sends signals again that have been waiting for too long, until nothing is noted."""
+    while True:
+        time.sleep(_URGE_SECONDS)
+        for number, noted in list(_state.noted.items()):
+            if number != signal.SIGINT and time.monotonic() - noted.since >= GRACE_SECONDS:
+                signal.pthread_kill(_main, number)
+        if not _state.noted:
+            _state.urging = False
+            if not _state.noted:  # noted just now, perhaps, by someone who saw that this thread is there
+                return
+            _state.urging = True
 
 
 class _Deferred:
@@ -108,12 +162,12 @@ class _Deferred:
                 return
             _state.depth = 0
             _state.committed = False
-            if _state.noted is not None:
-                _raise()
+            if _state.noted:
+                _pass_on(sys._getframe(1))
 
 
 class _Finalizing:
-    """The same for a finaliser, which cannot raise: the interrupt comes a moment later, wherever that is."""
+    """The same for a finaliser, which cannot raise: the signal comes a moment later, wherever that is."""
 
     __slots__ = ()
 
@@ -126,16 +180,16 @@ class _Finalizing:
         if get_ident() == _main:
             _state.finals = max(0, _state.finals - 1)
             _state.depth = max(0, _state.depth - 1)
-            if not _state.depth and _state.noted is not None:
+            if not _state.depth and _state.noted:
                 with suppress(RuntimeError):  # the interpreter is shutting down
                     _thread.start_new_thread(_remind, ())  # not threading's: the finaliser may run inside it
 
 
 def _remind() -> None:
     time.sleep(_REMIND_SECONDS)
-    if _state.noted is not None:
-        _state.noted, _state.insisted = None, False
-        signal.pthread_kill(_main, signal.SIGINT)  # a real one: it wakes the main thread up where it waits
+    noted, _state.noted, _state.insisted = _state.noted, {}, False
+    for number in noted:
+        signal.pthread_kill(_main, number)  # a real one: it wakes the main thread up where it waits
 
 
 deferred = _Deferred()
@@ -160,9 +214,9 @@ def defers(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def check() -> None:
-    """For waits that take long, where the caller can be left: raises what was noted."""
-    if _state.noted is not None and not _state.committed and not _state.finals and get_ident() == _main:
-        _raise()
+    """For waits that take long, where the caller can be left: passes on what was noted."""
+    if _state.noted and not _state.committed and not _state.finals and get_ident() == _main:
+        _pass_on(sys._getframe(1))
 
 
 def insists() -> bool:

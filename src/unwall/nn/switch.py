@@ -6,6 +6,7 @@ matrix with it. That is only right where the model does nothing to the logits on
 very tensor that left the head, otherwise it is an error. Without labels (generation, evaluation of logits) nothing changes.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -49,8 +50,12 @@ class _Waiting:
         self._with_labels = False
         self._passed: torch.Tensor | None = None
 
-    def before(self, _: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        self._with_labels = kwargs.get("labels") is not None
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = kwargs.get("labels")
+        if labels is None and len(args) > 1:
+            names = list(inspect.signature(model.forward).parameters)
+            labels = dict(zip(names, args, strict=False)).get("labels")
+        self._with_labels = labels is not None
         self._passed = None
 
     def after(self, _: nn.Module, _args: Any, _kwargs: dict[str, Any], output: Any) -> Any:
@@ -79,6 +84,11 @@ class _Waiting:
         **options: Any,
     ) -> torch.Tensor:
         """As transformers' loss of a causal language model: each token predicts the next one."""
+        if self._passed is None:
+            raise RuntimeError(
+                f"{self._name} computes a loss, but was given no labels that can be seen from outside: pass them by name, "
+                "model(input_ids=..., labels=...)"
+            )
         if logits is not self._passed:
             raise RuntimeError(
                 f"{self._name} changes its logits before the loss (a scale, a cap): linear_cross_entropy cannot take their "

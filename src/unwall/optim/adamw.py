@@ -1,6 +1,7 @@
 """AdamW over a sharded model."""
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,7 @@ class AdamW(ShardedOptimizer):
         self._make_states()
         for engine in self.engines():
             engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
+            engine.movers.append(weakref.WeakMethod(self._moving))
 
     @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -81,6 +83,9 @@ class AdamW(ShardedOptimizer):
     def ahead(self) -> Ahead:
         """How many groups are updated ahead of the step that is to come, at this moment."""
         return self._early.read()
+
+    def _moving(self, engine: Engine, _: int) -> None:
+        self._early.leave(engine)
 
     # -- during backward ----------------------------------------------------------------------------------------------
 

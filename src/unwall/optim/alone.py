@@ -38,6 +38,7 @@ def alone_after_closure(step: "Callable[[S, Callable[[], Any] | None], Any]") ->
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        interrupts.install()  # where someone has put another handler there since the forward
         with interrupts.deferred, _turns(optimizer.engines(), "step"):
             step(optimizer, None)
         return loss

@@ -113,6 +113,12 @@ class EarlyUpdates:
         """The gradients are gone, and with them what was computed ahead."""
         self._speculations.forget()
 
+    def leave(self, engine: Engine) -> None:
+        """The engine's states move to other tiers: nothing of what was computed ahead, or of its memory, is of use there."""
+        self.forget()
+        self.shadows.leave(engine)
+        self._seen.discard(engine)
+
     def reclaim(self) -> None:
         """Host or disk are needed for something else: gives back the shadows, and makes none for a while. What was computed
         ahead is thrown away, what is being committed is waited for. See [Note: who waits for whom]."""

@@ -6,27 +6,39 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unwall.native import interrupts
 from unwall.tiers.ledger import BudgetError
 
 if TYPE_CHECKING:
     from unwall.optim.sharded import ShardedOptimizer
 
-_OWN_FAULTS = (OSError, MemoryError, BudgetError, torch.OutOfMemoryError, KeyboardInterrupt)
-"""What befalls one rank. Other errors (a value that makes no sense) come to all of them alike."""
+_OWN_FAULTS = (OSError, MemoryError, BudgetError, torch.OutOfMemoryError)
+"""What befalls one rank, beside interrupts. Other errors (a value that makes no sense) come to all of them alike."""
+_APART = (
+    "this was in a step, which the other ranks may have taken: the model is not the same on all ranks any more, and cannot be "
+    "used. Start all ranks again from a checkpoint"
+)
 
 
 def told_to_all(step: "Callable[..., Any]") -> "Callable[..., Any]":
     """Sees to it that the other ranks hear of a step that failed here: this rank's part of the model is older than theirs from
-    then on, and no later step could mend that. Not of a fault that all ranks have met to give up: see [Note: faults]."""
+    then on, and no later step could mend that. Not of a fault that all ranks have met to give up: see [Note: faults].
+
+    So over several ranks a Ctrl-C waits until the step is taken, whatever that waits for. A second one comes at once."""
 
     @functools.wraps(step)
     def checked(optimizer: "ShardedOptimizer", closure: Callable[[], Any] | None = None) -> Any:
+        engines = [engine for engine in optimizer.engines() if engine.ranks.size > 1]
+        if engines and closure is None:
+            interrupts.commit()
         try:
             return step(optimizer, closure)
-        except _OWN_FAULTS as error:
-            if closure is None:  # otherwise it may have come out of that
-                for engine in optimizer.engines():
-                    engine.executor.agreement.fail_for_good(error)
+        except BaseException as error:
+            own = isinstance(error, _OWN_FAULTS) or not isinstance(error, Exception)
+            if own and closure is None:  # otherwise it may have come out of that
+                told = [engine.executor.agreement.fail_for_good(error, _APART) for engine in engines]
+                if any(told):
+                    error.add_note(_APART)
             raise
 
     return checked

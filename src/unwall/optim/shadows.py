@@ -180,6 +180,11 @@ class Shadows:
         for shadow in idle:
             shadow.free()
 
+    def leave(self, engine: Engine) -> None:
+        """The states of an engine will live elsewhere, and others of them may get a shadow there."""
+        self.reclaim(wait=True, engine=engine)
+        self._chosen.pop(engine, None)
+
     def free(self, engine: Engine) -> None:
         """The optimizer is gone: gives all of an engine's back. One whose commit waits behind a failed update goes later."""
         self.reclaim(wait=True, engine=engine)

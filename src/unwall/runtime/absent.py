@@ -1,9 +1,9 @@
 """What a parameter is while no pass shows it: a class that sees every read and every write.
 
 [Note: absent parameters]
-In a pass a parameter of a resident group is a plain ``nn.Parameter``, a view of the flat buffer in the compute dtype. At all
-other times its class is ``Absent``, whether its group is on the device or not. Torch then hands every function of it to
-``__torch_function__``, and that decides:
+In a pass a parameter of a resident group is a plain ``nn.Parameter`` (a ``Near``, which tells of writes), a view of the flat
+buffer in the compute dtype. At all other times its class is ``Absent``, whether its group is on the device or not. Torch then
+hands every function of it to ``__torch_function__``, and that decides:
 
 - what asks about the object (gradient, hooks, shape, device) is answered by the object;
 - what asks about its values as a description (dtype, strides, ``zeros_like``) is answered by a stand-in without memory;
@@ -15,6 +15,8 @@ The object, its id, its autograd node and its hooks stay: only ``__class__`` cha
 in a pass.
 """
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +26,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from unwall.runtime.refusals import refuse_reader
+from unwall.shards.local import distributed_like, is_distributed, local
 
 T = torch.Tensor
 
@@ -49,6 +54,12 @@ class Keeper(Protocol):
 
     def bring(self, param: nn.Parameter) -> None:
         """In a pass: the parameter is plain from now on."""
+
+    def read_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """In a pass: ``param.data`` was read."""
+
+    def about_to_write(self, param: nn.Parameter) -> None:
+        """In a pass: a method of the parameter changes it in place."""
 
     def is_tiled(self, param: nn.Parameter) -> bool:
         """Whether it is never whole on the device."""
@@ -77,11 +88,11 @@ def keep(param: nn.Parameter, keeper: Keeper) -> None:
     _keepers[param] = weakref.ref(keeper)
 
 
-def _keeper_of(param: nn.Parameter) -> Keeper | None:
+def keeper_of(param: nn.Parameter) -> Keeper | None:
     found = _keepers.get(param)
     keeper: Keeper | None = found() if found is not None else None
     if keeper is None:  # its model is gone, and its values with it
-        param.__class__ = nn.Parameter
+        param.__class__ = _ABSENT.get(type(param), type(param))
     return keeper
 
 
@@ -147,14 +158,16 @@ class Absent(nn.Parameter):
         if func in OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
         return _call(func, args, kwargs)
 
     @property
     def data(self) -> torch.Tensor:
-        keeper = _keeper_of(self)
+        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
+        keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
-        if keeper is None or type(self) is not Absent:
+        if keeper is None or not is_absent(self):
             return T.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
         value = keeper.lend(self)
         result = value.tensor.data
@@ -163,13 +176,49 @@ class Absent(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        keeper = _keeper_of(self)
+        keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
-        if keeper is None or type(self) is not Absent:
+        if keeper is None or not is_absent(self):
             T.data.__set__(self, value)  # type: ignore[attr-defined]
         else:
             keeper.put(self, value)
+
+
+_ABSENT: dict[type, type] = {Absent: nn.Parameter}
+"""The classes of absent parameters, and what they are of otherwise."""
+
+
+def is_absent(value: Any) -> bool:
+    """Whether it is a parameter that no pass shows now."""
+    return type(value) in _ABSENT
+
+
+def plain_class_of(param: nn.Parameter) -> type:
+    """What an absent parameter's class is otherwise."""
+    return _ABSENT[type(param)]
+
+
+def absent_class_of(param: nn.Parameter) -> type[nn.Parameter]:
+    """What a parameter's class is while no pass shows it."""
+    return _absent_dtensor() if is_distributed(param) else Absent
+
+
+@functools.cache
+def _absent_dtensor() -> Any:
+    """``Absent`` for parameters that tensor parallelism has spread. Made where there are any: see ``is_distributed``."""
+    from torch.distributed.tensor import DTensor
+
+    def asking(method: Any) -> Any:
+        """DTensor's own methods read the local part past torch's functions."""
+        return functools.wraps(method)(lambda self, *args, **kwargs: _call(method, (self, *args), kwargs))
+
+    own = ("to_local", "full_tensor", "redistribute", "__repr__")
+    members: dict[str, Any] = {name: asking(getattr(DTensor, name)) for name in own}
+    members |= {name: Absent.__dict__[name] for name in ("__torch_function__", "data")}
+    made = type("AbsentDTensor", (DTensor,), {"__slots__": (), "__doc__": Absent.__doc__, **members})
+    _ABSENT[made] = DTensor
+    return made
 
 
 _describing = threading.local()
@@ -183,12 +232,6 @@ def describe_only(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         type(module)._save_to_state_dict(module, *args, **kwargs)
     finally:
         _describing.now = before
-
-
-def become_plain(param: nn.Parameter) -> None:
-    """For whoever shows a parameter something."""
-    if isinstance(param, Absent):
-        object.__setattr__(param, "__class__", nn.Parameter)
 
 
 class _Bring(torch.autograd.Function):
@@ -205,7 +248,7 @@ class _Bring(torch.autograd.Function):
 
 def _dtype(param: nn.Parameter) -> torch.dtype:
     """In a pass what it computes in, otherwise what it was given in."""
-    keeper = _keeper_of(param)
+    keeper = keeper_of(param)
     if keeper is not None and not keeper.running:
         return keeper.dtype_of(param)
     with torch._C.DisableTorchFunctionSubclass():
@@ -218,7 +261,7 @@ def _described(param: nn.Parameter, shaped: bool) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if shaped:
             return torch.empty(param.shape, dtype=dtype, device="meta")
-        return torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
+        return distributed_like(param, torch.empty((), dtype=dtype, device=param.device).expand(local(param).shape))
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -227,16 +270,16 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _dtype(args[0])
     if func in SHAPED or func in DESCRIBED or (func is T.detach and getattr(_describing, "now", False)):
         shaped = func in SHAPED
-        args, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped), (args, kwargs))
+        args, kwargs = tree_map_only(is_absent, lambda param: _described(param, shaped), (args, kwargs))
         return func(*args, **kwargs)
     if func in LIKE_ANOTHER:
-        rest, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped=False), (args[1:], kwargs))
+        rest, kwargs = tree_map_only(is_absent, lambda param: _described(param, shaped=False), (args[1:], kwargs))
         args = (args[0], *rest)
-    found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Absent}
+    found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if is_absent(leaf)}
     lent: dict[int, tuple[nn.Parameter, Value]] = {}
     used: list[torch.Tensor] = []  # so that one value is not taken back when the next one is lent
     for param in found.values():
-        keeper = _keeper_of(param)
+        keeper = keeper_of(param)
         if keeper is not None and keeper.running:
             if keeper.is_tiled(param):
                 return keeper.in_tiles(func, args, kwargs)
@@ -258,12 +301,12 @@ def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Par
     for key, (param, value) in lent.items():
         tensor = value.tensor
         if narrow:
-            keeper = _keeper_of(param)
+            keeper = keeper_of(param)
             assert keeper is not None
             tensor = keeper.in_compute_dtype(param, tensor)
         with torch._C.DisableTorchFunctionSubclass():
             given[key] = _Bring.apply(param, tensor) if link and param.requires_grad else tensor
-    args, kwargs = tree_map_only(Absent, lambda param: given.get(id(param), param), (args, kwargs))
+    args, kwargs = tree_map_only(is_absent, lambda param: given.get(id(param), param), (args, kwargs))
     result = func(*args, **kwargs)
     back: dict[int, nn.Parameter] = {id(given[key]): param for key, (param, _) in lent.items()}
     if func in POINTERS:
@@ -283,15 +326,15 @@ def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Par
 
 def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in the same storage."""
-    if tensor.layout is not torch.strided or type(tensor) is Absent:
+    if tensor.layout is not torch.strided or is_absent(tensor):
         return False
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return bool(local(tensor).untyped_storage()._cdata == local(other).untyped_storage()._cdata)
 
 
 def _compute_dtypes(args: Any, kwargs: Any) -> bool:
     """Whether another operand is in a narrow dtype."""
     return any(
-        isinstance(leaf, torch.Tensor) and type(leaf) is not Absent and leaf.dtype in (torch.bfloat16, torch.float16)
+        isinstance(leaf, torch.Tensor) and not is_absent(leaf) and leaf.dtype in (torch.bfloat16, torch.float16)
         for leaf in tree_leaves((args, kwargs))
     )
 

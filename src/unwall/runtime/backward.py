@@ -19,7 +19,7 @@ from unwall.runtime import transforms
 from unwall.runtime.calls import Call
 from unwall.runtime.places import Place, Places
 from unwall.runtime.tile_gradients import TileGradients, Write
-from unwall.runtime.turns import Turn
+from unwall.runtime.turns import Turn, a_backward_runs
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence, close_all
@@ -123,6 +123,11 @@ class Backward:
         self._executor.pins.clear_soft()
         self._open_calls = [0] * len(self._open_calls)
         self.tiles.restart()
+
+    def ended_unseen(self) -> bool:
+        """Whether a backward has ended with an exception that no hook of ours saw. For the thread that watches."""
+        tasks = self._tasks.copy()
+        return bool(tasks) and not a_backward_runs() and tasks <= self._tasks  # in this order: its tasks go first
 
     def forget_interrupted(self) -> None:
         """Nothing tells of a backward that ended with an exception."""

@@ -18,7 +18,7 @@ from unwall.runtime.calls import Call, Frame, is_running
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
-from unwall.runtime.turns import Turn
+from unwall.runtime.turns import Turn, calls_a_module
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
@@ -58,10 +58,16 @@ class Forward:
         recomputes something of a call that has ended."""
         return bool(self._frames) or torch._C._current_graph_task_id() != -1
 
+    @property
+    def on_stack(self) -> bool:
+        """Whether a call has begun and nobody has said that it has ended."""
+        return bool(self._frames)
+
     def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
         if self._frames:
             if self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
+                self.forget_interrupted()
                 self._turn.begin("a forward", _caller())  # returns when theirs are over
                 self._frames.clear()
             elif module is self._frames[0].module:
@@ -90,7 +96,8 @@ class Forward:
 
     def forget_interrupted(self) -> None:
         """Nothing tells of a call that ended with an interrupt (torch calls no hooks then): its frames are stale."""
-        if self._frames and self._thread == get_ident() and not is_running(self._frames[0].caller):
+        mine = self._thread == get_ident() and not is_running(self._frames[0].caller) if self._frames else False
+        if mine or (self._frames and self._thread == _OVERLOOKED):
             pair = self._frames[0].saved
             self._frames.clear()
             close_all(self._executor.groups)
@@ -98,12 +105,26 @@ class Forward:
             if pair is not None:
                 self.saved.unwatch(pair)
 
+    def ended_unseen(self) -> bool:
+        """Whether a forward has ended with an interrupt. For the thread that watches. From then on whoever uses the model finds
+        out first thing, at no cost: the calls are nobody's."""
+        thread = self._thread
+        if not self._frames or calls_a_module(thread):
+            return self._thread == _OVERLOOKED
+        self._thread = _OVERLOOKED
+        if calls_a_module(thread):  # it has just come back, and may not have seen that
+            self._thread = thread
+        return self._thread == _OVERLOOKED
+
     def touched(self, param: nn.Parameter) -> None:
         """A parameter is looked up on its module: someone in the innermost running call is about to read it."""
         if self.saved.watching:
             self.saved.cover()
         frame = self._frames[-1] if self._frames else None
         if frame is not None and self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
+            if self._thread == _OVERLOOKED:
+                self.forget_interrupted()
+                return
             raise RuntimeError(
                 f"a parameter of {type(frame.module).__name__} or of a module near it is read by thread "
                 f"{current_thread().name!r} while {self._turn.name()} runs the model: read it there, or take a state_dict()"
@@ -215,4 +236,6 @@ def _caller() -> FrameType:
     return found
 
 
+_OVERLOOKED = -1
+"""Whose calls they are that ended with an interrupt, once the thread that watches has seen it."""
 _DYNAMO = os.path.join("_dynamo", "eval_frame.py")

@@ -51,9 +51,8 @@ def _param_registered(module: nn.Module, name: str, param: nn.Parameter | None) 
 def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:  # noqa: ARG001 (torch's signature)
     if submodule is None:
         return
+    refuse_around(module, submodule, lambda part: engine_of(part) is not None)
     inside = engine_of(submodule)
-    if inside is not None:
-        refuse_around(module)
     engine = engine_of(module)
     if engine is not None:
         engine.changed = engine.changed or inside is not engine

@@ -1,5 +1,6 @@
 """Other ways to spread a model over ranks, which cannot be put around or upon a sharded one: refused by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -12,14 +13,26 @@ except ImportError:  # pragma: no cover
 _AROUND = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
 
-def refuse_around(wrapper: nn.Module) -> None:
-    """RuntimeError where ``wrapper`` is about to take in a sharded model, or a part of it, that it would spread again."""
+def refuse_around(wrapper: nn.Module, inside: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
+    """RuntimeError where ``wrapper`` is about to take in something that is, or holds, a sharded model, or a part of one, and
+    that it would spread again."""
     name = next((kind.__name__ for kind in type(wrapper).__mro__ if kind.__name__ in _AROUND), None)
-    if name is not None:
-        raise RuntimeError(
-            f"{name} around a sharded model: unwall.shard partitions the model over the ranks and averages its gradients "
-            f"already, so use the model without {name}"
-        )
+    if name is not None and any(is_sharded(module) for module in inside.modules()):
+        raise _refused(name)
+
+
+def refuse_reader(caller: str) -> None:
+    """The same where the module (by its name) that reads a parameter belongs to FSDP, which registers what it wraps only after
+    it has taken the parameters out of it."""
+    if caller.startswith("torch.distributed.fsdp."):
+        raise _refused("fully_shard" if "_fully_shard" in caller else "FullyShardedDataParallel")
+
+
+def _refused(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} around a sharded model: unwall.shard partitions the model over the ranks and averages its gradients "
+        f"already, so use the model without {name}"
+    )
 
 
 class _Applied(dict[str, Any]):

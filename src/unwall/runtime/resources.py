@@ -26,6 +26,8 @@ def room_on(device: torch.device, plan: Plan) -> Room:
     if device_bytes is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         device_bytes = int(free * STATE_SHARE)  # leaves room for activations
+    elif device_bytes is not None and device.type == "cuda" and plan.activations == "auto":
+        device_bytes = int(device_bytes * STATE_SHARE)  # the same: they are part of the budget
     if host_bytes is None and (device.type == "cuda" or plan.directories):
         host_bytes = int(available_bytes() * HOST_SHARE / local_ranks())
     if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):
@@ -39,15 +41,14 @@ def open_tiers(plan: Plan, device: DeviceTier, rank: int, sizes: Sequence[Sizes]
     host = HostTier(shared_pool(), plan.budget_host_bytes)
     if not any(home.on_disk for home in homes):
         return Tiers(device, host)
-    elements = chunk_elements(sizes, homes)
-    tiers = Tiers(
-        device,
-        host,
-        DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank),
-        ring_slot_bytes=ring_slot_bytes(sizes, homes),
-        chunk_elements=elements,
-        chunk_bytes=max(chunk_bytes(size, home, elements) for size, home in zip(sizes, homes, strict=True)),
-        chunks=CHUNKS_IN_FLIGHT,
-    )
-    tiers.chunks.fill()
+    tiers = Tiers(device, host)
+    tiers.open_disk(DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank), *disk_buffers(sizes, homes))
     return tiers
+
+
+def disk_buffers(sizes: Sequence[Sizes], homes: Sequence[Home]) -> tuple[int, int, int, int]:
+    """What goes through the host on its way to and from the disk: the bytes of a ring's slot, the elements and the bytes of an
+    update's chunk, and how many chunks there are."""
+    elements = chunk_elements(sizes, homes)
+    nbytes = max(chunk_bytes(size, home, elements) for size, home in zip(sizes, homes, strict=True))
+    return ring_slot_bytes(sizes, homes), elements, nbytes, CHUNKS_IN_FLIGHT

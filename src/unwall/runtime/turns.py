@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from unwall.native import interrupts
 
@@ -34,6 +35,8 @@ PATIENCE_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 """What is on the stack of whoever called backward, for as long as it runs."""
+
+_CALLS = nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__
 
 
 class Turn:
@@ -108,7 +111,7 @@ class Turn:
         stacks = sys._current_frames()
         assert self._thread is not None
         if self._is_backward:
-            return self._nested == 0 and not any(_has(stack, _BACKWARD) for stack in stacks.values())
+            return self._nested == 0 and not a_backward_runs()
         return self._thread not in stacks or (self._during is not None and not _is_on(stacks[self._thread], self._during))
 
     def _works_for_holder(self, me: int, backward: bool) -> bool:
@@ -157,10 +160,20 @@ def alone(method: "Callable[Concatenate[E, P], R]") -> "Callable[Concatenate[E, 
     return whole
 
 
-def _has(stack: FrameType | None, code: object) -> bool:
-    while stack is not None and stack.f_code is not code:
+def a_backward_runs() -> bool:
+    """Whether any thread of this process is inside a call of backward."""
+    return any(_has(stack, _BACKWARD) for stack in sys._current_frames().values())
+
+
+def _has(stack: FrameType | None, *codes: object) -> bool:
+    while stack is not None and stack.f_code not in codes:
         stack = stack.f_back
     return stack is not None
+
+
+def calls_a_module(thread: int) -> bool:
+    """Whether a thread is inside a call of any module."""
+    return _has(sys._current_frames().get(thread), *_CALLS)
 
 
 def _is_on(stack: FrameType | None, frame: FrameType) -> bool:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from unwall.native import interrupts
-from unwall.runtime.absent import become_plain
 from unwall.runtime.engine import Engine
+from unwall.runtime.near import become_plain
 from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
 from unwall.shards.layout import Segment
-from unwall.shards.local import show
+from unwall.shards.local import is_distributed, local, show, whole_over_tensor_ranks
 from unwall.shards.master import read_master, rounded, write_master
 from unwall.shards.states import MASTER, REMAINDER
 
@@ -76,13 +76,22 @@ class WholeParams:
             return None
         version, known = self._last.get(id(param), (-1, None))
         same = None if known is None or version != self._engine.version else known()
-        if same is not None:
+        if not self._everywhere:
+            value = self._over_tensor_ranks(param, value)
+        if same is not None or value is None:
             return same
         self._last[id(param)] = self._engine.version, weakref.ref(value)
         return value
 
+    def _over_tensor_ranks(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
+        """All elements, on the host of the first tensor rank."""
+        if is_distributed(param):
+            value = whole_over_tensor_ranks(param, value.to(self._engine.device.device)).cpu()
+        return value if self._engine.others.is_first else None
+
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The whole value, a new tensor. None on ranks that get nothing."""
+        """What this rank holds of the whole value (under tensor parallelism its part), a new tensor. None on ranks that get
+        nothing."""
         given, _ = dtypes_of(self._engine, param)
         dtype = given if self._given else whole_dtype(self._engine, param)
         places = self._engine.places[id(param)]
@@ -132,10 +141,11 @@ def put_changed(engine: Engine, param: nn.Parameter, value: torch.Tensor, keep: 
         _put_part(engine, place, value, keep)
 
 
-def take_shown(engine: Engine, group: Group, slot: int) -> None:
-    """Takes what a parameter, or the flat buffer, shows in the compute dtype: a pass has written there."""
+def take_shown(engine: Engine, group: Group, slot: int, before: torch.Tensor | None = None) -> None:
+    """Takes what a parameter, or the flat buffer, shows in the compute dtype: a pass has written there. ``before``: what it was
+    before that. See [Note: overwritten halves] in shards/faces.py."""
     param, target, view = group.params[slot], group.layout.slots[slot], group.view_of(slot)
-    value = param.data.detach()
+    value = local(param).detach()
     if value.data_ptr() != view.data_ptr():  # .data was set
         if value.shape != target.shape:
             raise RuntimeError(
@@ -148,8 +158,8 @@ def take_shown(engine: Engine, group: Group, slot: int) -> None:
     with torch.no_grad():
         if value.data_ptr() != view.data_ptr() and not group.flat_is_home:
             view.copy_(rounded(value, group.layout.dtype))
-        whole_flat = group.flat_is_home and group.has_state(REMAINDER)  # the half of the master is overwritten already
-        _write_segments(group, slot, value, keep=not whole_flat)
+        in_place = group.flat_is_home and group.has_state(REMAINDER) and value.data_ptr() == view.data_ptr()
+        _write_segments(group, slot, value, keep=not in_place or before is not None, before=before if in_place else None)
         if group.flat_is_home and value.data_ptr() != view.data_ptr():
             view.copy_(rounded(value, group.layout.dtype))
 
@@ -160,21 +170,22 @@ def show_again(engine: Engine, param: nn.Parameter) -> None:
         engine.groups[place.group].show(place.slot)
 
 
-def _write_segments(group: Group, slot: int, value: torch.Tensor, keep: bool) -> None:
-    """This rank's part of a whole value goes to the master."""
+def _write_segments(group: Group, slot: int, value: torch.Tensor, keep: bool, before: torch.Tensor | None = None) -> None:
+    """This rank's part of a whole value goes to the master. ``before``: the half of the master, where it is overwritten."""
     flat = value.reshape(-1)
     for segment in group.owned_segments():
         if segment.slot == slot:
-            piece = flat[segment.start : segment.start + segment.numel]
-            write_master(group, segment.shard_start, _merged(group, segment, piece) if keep else piece)
+            part = slice(segment.start, segment.start + segment.numel)
+            old = None if before is None else before.reshape(-1)[part]
+            write_master(group, segment.shard_start, _merged(group, segment, flat[part], old) if keep else flat[part])
 
 
-def _merged(group: Group, segment: Segment, piece: torch.Tensor) -> torch.Tensor:
+def _merged(group: Group, segment: Segment, piece: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
     """Values, and the master where it is more precise and they say the same."""
     if not (group.has_state(MASTER) or group.has_state(REMAINDER)) or piece.dtype not in (torch.bfloat16, torch.float16):
         return piece
     master = read_master(group, piece.device, segment.shard_start, segment.shard_start + segment.numel).to(piece.device)
-    return torch.where(rounded(master, piece.dtype) == piece, master, piece.float())
+    return torch.where((rounded(master, piece.dtype) if before is None else before) == piece, master, piece.float())
 
 
 def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> None:
@@ -189,7 +200,7 @@ def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> 
     group.generation += 1
     if not group.flat_is_home and group.residence is not Residence.ABSENT:
         # Others of the group may be the user's, or torch's loading, right now: they keep what they show.
-        kept = [(other, other.data) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
+        kept = [(other, local(other)) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
         group.drop()
         for other, data in kept:
             lay_out(other, data)
@@ -247,7 +258,7 @@ def _take_back(engine: Engine, lent: list[nn.Parameter], rank: int, dtype: torch
     for param in lent:
         if engine.is_reshaped(param):
             continue
-        value = param.data.contiguous()
+        value = local(param).detach().contiguous()
         engine.ranks.broadcast(value, rank)
         put_changed(engine, param, value, keep=dtype is not None)
     engine.groups[0].pending.staging.close()

@@ -31,8 +31,10 @@ Where several models share the same ranks there are no scripts: their collective
 A rank alone needs none of it.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
+from operator import or_
 
 import torch
 
@@ -138,6 +140,11 @@ class Agreement:
         """No rank keeps gradients that were not reduced. The same answer on every rank."""
         return self._settled
 
+    @property
+    def failed(self) -> bool:
+        """Whether the others were told that this rank cannot go on with what it was at."""
+        return self._standing.failed
+
     @contextmanager
     def prepared(self, what: str) -> Iterator[None]:
         """The same at the end of what is inside, which each rank does alone. Where that fails on one rank, it fails on all."""
@@ -146,7 +153,8 @@ class Agreement:
             return
         self._standing.anew(what)
         try:
-            self._serve_rest()
+            with self._control.watch.lock:
+                self._serve_rest()
             yield
         except BaseException as error:
             self._standing.fail(error, spoilt=False)
@@ -164,9 +172,19 @@ class Agreement:
         a fault in a backward)."""
         self._standing.fail(error, in_backward() if spoilt is None else spoilt)
 
-    def fail_for_good(self, error: BaseException) -> None:
-        """This rank failed where the others may have updated the model."""
-        self._standing.fail_for_good(error)
+    def fail_for_good(self, error: BaseException, why: str) -> bool:
+        """This rank failed where the others may have updated the model. False where they do know of its fault."""
+        return self._standing.fail_for_good(error, why)
+
+    def fail_aside(self, text: str, spoilt: bool, certain: Callable[[], bool]) -> None:
+        """For the thread that watches: this rank's pass has ended unseen, if that is still ``certain`` under the lock."""
+        lock = self._control.watch.lock
+        if lock.acquire(blocking=False):
+            try:
+                if certain():
+                    self._standing.fail_aside(text, spoilt)
+            finally:
+                lock.release()
 
     def rejoin(self) -> None:
         """After a fault of this rank: returns when all ranks know of it."""
@@ -199,8 +217,9 @@ class Agreement:
 
     def _take(self, op: Op, own: tuple[int, ...] = ()) -> None:
         try:
-            self._standing.ready()
-            self._go_to(op, own)
+            with self._control.watch.lock:
+                self._standing.ready()
+                self._go_to(op, own)
         except BaseException as error:
             self.fail(error)
             raise
@@ -258,8 +277,9 @@ class Agreement:
 
     def _meet(self, point: int, about: tuple[bool, ...], steady: bool, flags: int = 0) -> list[Row]:
         try:
-            self._standing.ready()
-            return self._meet_at(point, about, steady, flags)
+            with self._control.watch.lock:
+                self._standing.ready()
+                return self._meet_at(point, about, steady, flags)
         except BaseException as error:
             self.fail(error)
             raise
@@ -314,7 +334,7 @@ class Agreement:
         if op.kind == REDUCE:
             own = own if wanted else (0,) * self._control.bit_words
             every = self._control.exchange("gradients", own, f"the gradients of {self._names[op.group]}")
-            present = tuple(_either(words) for words in zip(*every, strict=True))
+            present = tuple(reduce(or_, words) for words in zip(*every, strict=True))
             self._know(op.group, unpack_bits(present))
         self._segment.negotiated.append(Turn(op, present, wanted, own if wanted else (0,) * len(present)))
         self._perform(op, unpack_bits(present), wanted)
@@ -322,24 +342,14 @@ class Agreement:
     def _perform(self, op: Op, present: set[int], wanted: bool) -> None:
         self._performing = op, self._ranks.started
         self._standing.at = op
-        self._act(op, present, wanted)
-        self._performing = None
-
-    def _act(self, op: Op, present: set[int], wanted: bool) -> None:
         if op.kind == GATHER:
             self._acts.join_gather(op.group)
         elif op.kind == REDUCE:
             self._acts.join_reduce(op.group, present, wanted)
         else:
             self._total = self._ranks.all_reduce_sum(self._values if wanted else self._none)
+        self._performing = None
 
 
 def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _either(words: Sequence[int]) -> int:
-    found = 0
-    for word in words:
-        found |= word
-    return found

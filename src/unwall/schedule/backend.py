@@ -140,9 +140,13 @@ class AgreementBackend(Protocol):
 
     def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None: ...
 
-    def fail_for_good(self, error: BaseException) -> None: ...
+    def fail_for_good(self, error: BaseException, why: str) -> bool: ...
 
     def rejoin(self) -> None: ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether the others were told that this rank cannot go on with what it was at."""
 
     @property
     def settled(self) -> bool:

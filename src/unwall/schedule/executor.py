@@ -63,16 +63,19 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
         self._pieces: set[int] = set()  # groups of whose gradient only a part was reduced yet
-        self._largest_fetch = max(group.fetch_bytes for group in groups)
-        self._largest_reduce = max(gradient.reduce_bytes for gradient in gradients)
         self._limit: Limit | None = None
+        self._measure()
         ledger.ask_before_refusing(self.drop_cache)
         self._acting = 0  # collectives over several ranks that this rank takes part in now
         self.agreement = make_agreement(self)
 
-    def keep_within(self, limit: Limit) -> None:
-        """From now on groups are dropped to stay within ``limit``. For a ledger without a budget."""
+    def keep_within(self, limit: Limit | None) -> None:
+        """From now on groups are dropped to stay within ``limit``, as far as they can be."""
         self._limit = limit
+
+    def _measure(self) -> None:
+        self._largest_fetch = max(group.fetch_bytes for group in self.groups)
+        self._largest_reduce = max(gradient.reduce_bytes for gradient in self.gradients)
 
     def begin_pass(self, kind: Hashable) -> None:
         """A forward begins, and nothing is in use. ``kind``: see ``Trace``."""
@@ -123,8 +126,9 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.pins.clear()
 
     def grown(self) -> None:
-        """Groups were added."""
+        """Groups were added, or have other homes."""
         self.pins.grow(len(self.groups))
+        self._measure()
 
     def is_pinned(self, index: int) -> bool:
         return self.pins.is_hard(index) or self.pins.is_soft(index)
@@ -141,9 +145,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if self._find_room(nbytes) or (self._reduce_early(keep) and self._find_room(nbytes)):
             return
         ledger = self._ledger
-        if ledger.budget_bytes is not None:
+        if self._limit is not None:
+            self.drop_cache()  # the limit refuses nothing
+        if ledger.budget_bytes is not None and ledger.live_bytes + nbytes > ledger.budget_bytes:
             raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label)
-        self.drop_cache()  # the limit refuses nothing
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
@@ -180,9 +185,12 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 self.groups[occupant.group].drop()
 
     def _free_bytes(self) -> int | None:
-        """What the budget, or else the limit, leaves. None where there is neither."""
-        ledger, limit = self._ledger, self._limit
-        return ledger.free_bytes if limit is None else limit.nbytes - ledger.live_bytes
+        """What the budget and the limit leave. None where there is neither."""
+        left, limit = self._ledger.free_bytes, self._limit
+        if limit is None:
+            return left
+        within = limit.nbytes - self._ledger.live_bytes
+        return within if left is None else min(left, within)
 
     def _find_room(self, nbytes: int) -> bool:
         if self._drop_for(nbytes):

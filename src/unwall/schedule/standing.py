@@ -12,7 +12,9 @@ leaves them alone), and the counts of forwards, backwards and steps are made equ
 error in a loop.
 
 The rank that failed waits a moment for that exchange. If the others take longer it goes on without, and first thing ends the
-exchange when the model is used again.
+exchange when the model is used again. A pass may also end where nobody sees it (an exception in the user's part of a backward,
+a Ctrl-C: torch calls no hooks then). The thread that watches notices, and does all of this in the rank's place, except to end
+the exchange (``fail_aside``); ``Watch.lock`` keeps it away while the rank itself agrees on something.
 
 Two faults cannot be healed: a rank that is gone, and one that fails where the others may have updated the model already (in a
 ``step``). Then all ranks get a DivergedError, and the model cannot be used any more.
@@ -119,11 +121,19 @@ class Standing:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException | str, spoilt: bool) -> None:
+    def fail_aside(self, text: str, spoilt: bool) -> None:
+        """The same for the thread that watches, which waits for nobody."""
+        if self._control.watch.parting is None:
+            self.fail(text, spoilt, patience_s=0.0)
+
+    def fail(self, error: BaseException | str, spoilt: bool, patience_s: float = PATIENCE_S) -> None:
         """This rank cannot go on with what it was at. See [Note: faults]. ``spoilt``: nor can the gradients be used."""
-        if self._ranks.size == 1 or self.failed or self.apart:
+        if self._ranks.size == 1 or self.apart:
             return
-        self.failed = True
+        with self._control.watch.lock:
+            failed, self.failed = self.failed, True
+        if failed:
+            return
         told = isinstance(error, PeerError)
         if isinstance(error, DivergedError) and not told:
             self._apart = self._apart or str(error)
@@ -131,7 +141,10 @@ class Standing:
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         text = f"{text} (rank {self._ranks.rank} was {self._where()})"
         try:
-            self._part(text, (TOLD if told else 0) | (SPOILT if spoilt else 0))
+            with self._control.watch.lock:
+                self._part(text, (TOLD if told else 0) | (SPOILT if spoilt else 0))
+            if patience_s and self._parting is not None:
+                self._await_others(self._parting, patience_s)
         except BaseException as second:
             self.end(f"{text}; and then it could not meet the others: {type(second).__name__}: {second}")
 
@@ -148,13 +161,17 @@ class Standing:
                 raise RuntimeError("the others have used its part of a norm in a step")
         self._parting = self._control.begin_exchange(ANNOUNCED, self._row(FAILED, 0, flags=flags))
         self._control.watch.parting = WeakMethod(self.rejoin)
-        if self._control.wait(self._parting.work, "an error of its own", PATIENCE_S):
+
+    def _await_others(self, parting: Exchange, seconds: float) -> None:
+        if self._control.wait(parting.work, "an error of its own", seconds):
             self.rejoin()
 
-    def fail_for_good(self, error: BaseException) -> None:
-        """This rank failed where the others may have updated the model."""
+    def fail_for_good(self, error: BaseException, why: str) -> bool:
+        """This rank failed where the others may have updated the model; ``why`` they cannot go on."""
         if self._ranks.size > 1 and not self.apart and not self.failed:
-            self.end(f"{type(error).__name__}: {error} (rank {self._ranks.rank} was {self._where()})")
+            self.end(f"{type(error).__name__}: {error} (rank {self._ranks.rank} was {self._where()}); {why}")
+            return True
+        return False
 
     def end(self, text: str) -> None:
         """The ranks cannot go on."""

@@ -182,7 +182,7 @@ class Control:
     @contextmanager
     def _whole(self, where: str) -> Iterator[None]:
         """An exchange is taken part in as a whole: see [Note: frames]. Ctrl-C waits; what is raised nevertheless is told."""
-        with interrupts.deferred:
+        with interrupts.deferred, self.watch.lock:
             if self.watch.end:
                 raise DivergedError(f"rank {self.rank} is at {where}, but the ranks cannot go on: {self.watch.end}")
             try:
@@ -199,7 +199,8 @@ class Control:
         told = f"; told before: {self.watch.fault}" if self.watch.fault else ""
         error = DivergedError(
             f"rank {self.rank} is at {where} ({self.watch.where()}), and rank {', '.join(map(str, others))} at something else: "
-            f"{self.watch.describe_others()}{told}. All ranks must call the same, in the same order; load a checkpoint"
+            f"{self.watch.describe_others()}{told}. All ranks must call the same, in the same order. Start them again from a "
+            "checkpoint"
         )
         self.watch.tell_end(str(error))
         return error

@@ -4,7 +4,14 @@
 A parameter of a resident group is a view of the flat buffer all the time, as far as autograd and C++ are concerned. Python sees
 that in a pass only: a group that a pass uses is open, and its parameters are plain. Otherwise it is closed, and their class is
 ``away``, which knows what reads and writes outside a pass mean (runtime/absent.py). When a group is closed, what the pass has
-written to its parameters in place is found out by their version counters and addresses, and ``written`` is told.
+written to its parameters in place is found out by their version counters and addresses, and ``written`` is told. What
+``param.data`` gives counts its writes apart from the parameter: the class in a pass, ``near``, is ``nn.Parameter`` but that it
+tells of each such tensor (``lent``), whose counter is then looked at, too.
+
+[Note: overwritten halves]
+Where the flat buffer is the home of bf16 parameters it is the upper half of their masters. A write there would leave it open
+which elements it has changed, and so which remainders still belong to them. So before a write that is seen coming (``.data``, a
+method in place), and in every pass after one that was not (through a view), the halves of that parameter are copied.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +20,7 @@ import torch
 from torch import nn
 
 from unwall.shards.layout import Layout
-from unwall.shards.local import show
+from unwall.shards.local import local, show
 
 
 class Faces:
@@ -23,11 +30,22 @@ class Faces:
         self.is_open = True
         self.away: type[nn.Parameter] | None = None
         """None: there is no such class (yet), and parameters are always plain."""
+        self.near: type[nn.Parameter] = nn.Parameter
+        """The class in a pass."""
         self.written: Callable[[list[int]], None] | None = None
         """Told of the slots that a pass has written to in place."""
+        self.is_half: Callable[[], bool] = lambda: False
+        """Whether what is shown is the half of a master. See [Note: overwritten halves]."""
+        self.before: dict[int, torch.Tensor] = {}
+        """By slot, what it was before it was written to."""
+        self._rewritten: set[int] = set()
         self._params = params
+        self._plain = type(params[0]) if params else nn.Parameter
+        """DTensors and other parameters are never in one group."""
         self._layout = layout
         self._versions: list[int] = []
+        self._lent: list[tuple[int, torch.Tensor, int]] = []
+        """What ``.data`` gave in this pass: of which slot, what shares its counter, and what that was."""
         item = layout.dtype.itemsize
         self._offsets = [slot.offset * item if slot.whole and slot.numel else -1 for slot in layout.slots]
         """In bytes, of what is shown of the flat buffer."""
@@ -35,19 +53,36 @@ class Faces:
     def show(self, slot: int, tensor: torch.Tensor) -> None:
         """The parameter is plain and shows ``tensor``."""
         param = self._params[slot]
-        if type(param) is self.away:
-            param.__class__ = nn.Parameter
+        if type(param) in (self.away, self.near):
+            param.__class__ = self._plain
         show(param, tensor)
 
     def hide(self, slot: int) -> None:
         """No pass is shown this parameter."""
-        if self.away is not None and type(self._params[slot]) is nn.Parameter:
+        if self.away is not None and type(self._params[slot]) in (self._plain, self.near):
             self._params[slot].__class__ = self.away
 
     def opened(self) -> None:
         """All parameters show the flat buffer: what is written from now on counts."""
         self.is_open = True
+        self._lent.clear()
         self._versions = _versions(self._params) if self.away is not None else []
+        for param, offset in zip(self._params, self._offsets, strict=True) if self.away is not None else ():
+            if offset >= 0 and type(param) is self._plain:
+                param.__class__ = self.near
+        for slot in self._rewritten:
+            self.may_be_written(slot)
+
+    def lent(self, slot: int, data: torch.Tensor) -> None:
+        """A pass has read ``.data`` of a parameter."""
+        if self.is_open and not data.is_inference():
+            self._lent.append((slot, data.detach(), data._version))  # shares the counter, and outlives what it counts for
+            self.may_be_written(slot)
+
+    def may_be_written(self, slot: int) -> None:
+        """See [Note: overwritten halves]."""
+        if self.is_open and slot not in self.before and self.is_half():
+            self.before[slot] = local(self._params[slot]).detach().clone()
 
     def open(self) -> None:
         """A pass uses the group, which is resident."""
@@ -55,7 +90,7 @@ class Faces:
             return
         for slot, param in enumerate(self._params):
             if type(param) is self.away and self._layout.slots[slot].whole:
-                param.__class__ = nn.Parameter
+                param.__class__ = self._plain
         self.opened()
 
     def close(self, flat: torch.Tensor | None) -> None:
@@ -63,11 +98,14 @@ class Faces:
         if not self.is_open or self.away is None:
             return
         changed = [] if flat is None or self.written is None else self._changed(flat)
+        self._lent.clear()
         self.is_open = False
         try:
             if changed and self.written is not None:
+                self._rewritten.update(changed)
                 self.written(changed)
         finally:
+            self.before.clear()
             for slot in range(len(self._params)):
                 self.hide(slot)
 
@@ -75,12 +113,13 @@ class Faces:
         if len(self._versions) != len(self._params):
             return []
         versions, start = _versions(self._params), flat.data_ptr()
+        through_data = {slot for slot, tensor, version in self._lent if tensor._version != version}
         return [
             at
             for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
             if offset >= 0
-            and (versions[at] != self._versions[at] or param.data_ptr() != start + offset)
-            and type(param) is nn.Parameter
+            and (versions[at] != self._versions[at] or local(param).data_ptr() != start + offset or at in through_data)
+            and type(param) in (self._plain, self.near)
         ]
 
 

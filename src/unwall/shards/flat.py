@@ -4,7 +4,8 @@
 Taking the memory away from a storage that someone else still reads (a ``.detach()``, a numpy array kept by the user) would end
 the process. So the references to the storage are counted before: ours, and those of what autograd saved through our hooks. If
 there are more, the storage is left to whoever has it, with the values of now, and the group gets another one at its next fetch.
-That costs memory, so it is said once for each group.
+That costs memory, so it is said once for each group. A thread of gloo's lets go of a collective's tensors a moment after it has
+said that it is done: where a collective was the last to write, that moment is waited for.
 
 [Note: work in flight]
 A copy or a collective may be writing when something raises, an interrupt among others. The buffer knows them from before they
@@ -12,6 +13,7 @@ start, and outwaits them before it gives memory back, whatever happens meanwhile
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,9 +21,13 @@ from typing import Protocol
 
 import torch
 
+from unwall.shards.collectives import Collective
 from unwall.shards.layout import Layout
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.device import DeviceTier
+
+LET_GO_S = 0.1
+"""How long a thread of gloo's may take to let go of what it has written."""
 
 _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """References to a storage. Without it (it is private to torch) only storages that cannot be resized are noticed."""
@@ -54,6 +60,7 @@ class FlatBuffer:
         self._name = name
         self._comes_and_goes = comes_and_goes
         self._work: list[InFlight] = []
+        self._gathered = False  # a collective has written what is there now
         self._warned = False
         self._block: MemoryBlock | None = None
         self._known: tuple[dict[int, int], int] | None = None
@@ -98,6 +105,7 @@ class FlatBuffer:
     def hold(self, work: InFlight) -> None:
         """Something is writing the buffer. See [Note: work in flight]."""
         self._work.append(work)
+        self._gathered |= isinstance(work, Collective)
 
     def settled(self) -> None:
         """What was writing has ended, or what is queued from now on comes after it."""
@@ -108,13 +116,30 @@ class FlatBuffer:
         self._outwait()
         if not self._comes_and_goes or self._block is None:
             return
-        if not self._is_ours():
+        if not self._is_ours() and not (self._gathered and self._becomes_ours()):
             self._leave()
             return
+        self._gathered = False
         try:
             self._device.deflate(self._block)
         except RuntimeError:  # "not resizable": someone made a numpy array of it
             self._leave()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether autograd holds views of it, for a backward that may still come, or someone else does. The parameters show
+        other tensors by now."""
+        return sys.getrefcount(self.saved) > self._own_refs or not self._is_ours()
+
+    def free(self) -> None:
+        """The group has another one from now on. Whoever else holds the storage keeps it."""
+        self._outwait()
+        if self._known is not None:
+            self._known[0].pop(self.key, None)
+        block, self._block = self._block, None
+        self.tensor, self.views = self.tensor.new_empty(0), []
+        if block is not None:
+            self._device.free(block)
 
     def _outwait(self) -> None:
         while self._work:
@@ -125,6 +150,15 @@ class FlatBuffer:
     def _is_ours(self) -> bool:
         saved = sys.getrefcount(self.saved) - self._own_refs
         return _uses is None or self._count() <= self._own_uses + saved
+
+    def _becomes_ours(self) -> bool:
+        """See [Note: who else holds it]."""
+        until = time.monotonic() + LET_GO_S
+        while not self._is_ours():
+            if self._warned or time.monotonic() > until:
+                return False
+            time.sleep(LET_GO_S / 100)
+        return True
 
     def _count(self) -> int:
         return 0 if _uses is None else _uses(self.tensor.untyped_storage()._cdata)
@@ -139,8 +173,4 @@ class FlatBuffer:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if self._known is not None:
-            self._known[0].pop(self.key, None)
-        block, self._block = self.block, None
-        self.tensor, self.views = self.tensor.new_empty(0), []
-        self._device.free(block)
+        self.free()

@@ -18,6 +18,7 @@ LEAVING   the average is known, and on its way to its place. That memory stays u
 
 import enum
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -78,7 +79,13 @@ class Gradient:
         """What is under way. None when IDLE."""
         self._before: set[int] | None = None
         """Parameters that earlier pieces brought, if what is under way is a further piece."""
-        self._place = _place_of(group, tiers, ranks, dtype, keep_flat)
+        self._new_place = partial(_place_of, group, tiers, ranks, dtype, keep_flat)
+        self._place = self._new_place()
+
+    def move(self) -> None:
+        """The group has another home, and gradients land there from now on. Nothing is held or under way."""
+        self._expect(Phase.IDLE)
+        self._place = self._new_place()
 
     # -- this rank's gradients ----------------------------------------------------------------------------------------
 

@@ -70,11 +70,9 @@ class Group:
         self.params = list(params)
         self.dtypes = list(dtypes)
         """Each parameter's dtype before sharding: what ``state_dict`` gives back."""
-        self.home = home
-        self.flat_is_home = home.params == "device" and not cut
-        """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
-        self.evictable = not self.flat_is_home and not home.resident
         self.residence = Residence.ABSENT
+        self.copies = 1
+        """On how many tensor ranks each element is kept: norms count it once."""
         self.pending = Pending(staging)
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
@@ -85,16 +83,30 @@ class Group:
         self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
         self.own_numel = layout.padded_numel if own_all else layout.shard_numel
         self.states: dict[StateKey, Store] = {}
-        self.buffer = FlatBuffer(tiers.device, layout, name, self.evictable)
-        self.param: Store | None = None
-        """The owned run of the parameters, where it has a place of its own."""
-        if not self.flat_is_home:
-            label = f"parameter shard of group {name}"
-            held = self.own_numel if home.tier == "host" else layout.shard_numel
-            self.param = Store(tiers, self.pending, home.params, held, layout.dtype, label, pinned=True)
-        self._gathers = ranks.size > 1 and not (home.tier == "host" and own_all)
+        self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
+        self._cut, self._own_all = cut, own_all
+        self.live_at(home)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
         self.faces = Faces(self.params, layout)
+
+    def live_at(self, home: Home, value: torch.Tensor | None = None) -> None:
+        """Takes up a home. ``value``: the owned run, if it had another one, whose places the caller frees. All or nothing."""
+        flat_is_home = home.params == "device" and not self._cut
+        evictable = not flat_is_home and not home.resident
+        param, label = None, f"parameter shard of group {self.name}"
+        buffer = FlatBuffer(self._tiers.device, self.layout, self.name, evictable)
+        if not flat_is_home:
+            param = Store(self._tiers, self.pending, home.params, self.own_numel, self.layout.dtype, label, pinned=True)
+        if value is not None:
+            own = buffer.tensor.narrow(0, self.own_start, self.own_numel) if param is None else param.tensor()
+            own.copy_(value)
+            self.pending.staging.close()
+        self.home, self.buffer, self.evictable = home, buffer, evictable
+        self.param: Store | None = param
+        """The owned run of the parameters, where it has a place of its own."""
+        self.flat_is_home = flat_is_home
+        """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
+        self._gathers = self._ranks.size > 1 and not (home.tier == "host" and self._own_all)
 
     @property
     def flat(self) -> torch.Tensor:

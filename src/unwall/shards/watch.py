@@ -5,7 +5,8 @@ A rank that waits for another one hears nothing from it. So each process has a t
 group twice a second. A rank that fails writes that down there ("fault": the ranks will meet and can go on; "end": they cannot),
 and whoever waits, or is about to begin a collective, finds it in a field of its ``Watch``. A rank that waits for long asks: the
 threads of all ranks answer with the place where their rank is. Nothing is written while all is well, and nobody but that thread
-reads the store unless something has failed.
+reads the store unless something has failed. The thread also asks whether this rank's own pass has ended where nobody saw it
+(``Onlooker``): then it tells the others in its place.
 
 Whether a rank that does not answer is slow, stopped or dead is seen in its process, where it runs on this machine. Of a rank
 elsewhere it is known only whether its thread still answers.
@@ -41,6 +42,13 @@ class Stuck(Protocol):
         """Ends it."""
 
 
+class Onlooker(Protocol):
+    """Sees from outside how a model is used on this rank."""
+
+    def look(self) -> None:
+        """Called on the thread that looks, about twice a second."""
+
+
 class Process(NamedTuple):
     """Where a rank runs."""
 
@@ -62,6 +70,10 @@ class Watch:
         """Says where this rank is, for the others."""
         self.stuck: weakref.WeakSet[Stuck] = weakref.WeakSet()
         """Told when the ranks cannot go on, on the thread that looks."""
+        self.onlookers: weakref.WeakSet[Onlooker] = weakref.WeakSet()
+        """Asked whenever the thread looks."""
+        self.lock = threading.RLock()
+        """Held by whoever agrees on something with the other ranks, so that the thread that looks does not come between."""
         self.parting: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends the exchange in which the others learn of this rank's fault, while that is under way."""
         self._store = store
@@ -168,6 +180,8 @@ class Watch:
         if asked != self._asked:
             self._asked = asked
             self._set(f"sign/{self._rank}", f"{asked}\n{self.where()}")
+        for onlooker in list(self.onlookers):
+            onlooker.look()
         self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
         if self.stuck and (self.end or self._dead_for >= CERTAIN):
             self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"

@@ -105,7 +105,8 @@ class Ledger:
     def ask_before_refusing(self, method: Callable[[], None]) -> None:
         """A bound method that gives back what its object can do without. Known for as long as that object lives."""
         with self._lock:
-            self._reclaimers.append(weakref.WeakMethod(method))
+            if not any(known() == method for known in self._reclaimers):
+                self._reclaimers.append(weakref.WeakMethod(method))
 
     def reclaim(self) -> bool:
         """Asks for what others can do without. False: there is nobody to ask."""

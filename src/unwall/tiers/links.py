@@ -50,6 +50,14 @@ class Links:
         self._streams: dict[tuple[TierName, TierName], torch.cuda.Stream] = {}
         self._stagers: dict[tuple[TierName, TierName], Stager] = {}
 
+    def use_disk(self, disk: DiskTier | None, ring_slot_bytes: int) -> None:
+        """Another disk, or none, from now on. Nothing is on its way to or from the one before."""
+        with self._lock:
+            stagers, self._stagers = self._stagers, {}
+            self.disk, self._ring_shape = disk, (self._ring_shape[0], ring_slot_bytes)
+        for stager in stagers.values():
+            stager.close()
+
     def copy(self, source: Region | Block, target: Region | Block, label: str = "") -> Ticket:
         """Starts copying ``source`` to ``target`` (same size). Both may be freed: their memory lives until the copy has ended.
 

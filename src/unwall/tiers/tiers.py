@@ -39,6 +39,21 @@ class Tiers:
         self.chunk_elements = chunk_elements
         self.chunks = BounceRing(host, chunks, chunk_bytes)
 
+    def open_disk(self, disk: DiskTier, ring_slot_bytes: int, chunk_elements: int, chunk_bytes: int, chunks: int) -> None:
+        """There is a disk from now on. As the constructor's arguments; the memory for the chunks is taken now."""
+        ring = BounceRing(self.host, chunks, chunk_bytes)
+        ring.fill()
+        self.disk, self.chunks, self.chunk_elements = disk, ring, chunk_elements
+        self.links.use_disk(disk, ring_slot_bytes)
+
+    def close_disk(self) -> None:
+        """Nothing lives on the disk any more: its files and its buffers on the host go."""
+        self.chunks.close()
+        self.links.use_disk(None, ALIGNMENT)
+        disk, self.disk = self.disk, None
+        if disk is not None:
+            disk.close()
+
     @property
     def ledgers(self) -> dict[TierName, Ledger]:
         found: dict[TierName, Ledger] = {"device": self.device.ledger, "host": self.host.ledger}

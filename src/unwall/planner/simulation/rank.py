@@ -83,9 +83,14 @@ class RanksAlike:
 
     def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None: ...
 
-    def fail_for_good(self, error: BaseException) -> None: ...
+    def fail_for_good(self, error: BaseException, why: str) -> bool:  # noqa: ARG002 (ranks that never fail)
+        return False
 
     def rejoin(self) -> None: ...
+
+    @property
+    def failed(self) -> bool:
+        return False
 
     @property
     def settled(self) -> bool:
