@@ -22,6 +22,7 @@ from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
 from unwall.checkpoint.reader import CheckpointFiles
 from unwall.checkpoint.restoring import Fresh, Goal, Restorer, fresh_state
 from unwall.checkpoint.save import finish_pending
+from unwall.checkpoint.spread import refuse_stages
 from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
 from unwall.optim.adamw import AdamW
@@ -57,6 +58,7 @@ def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, 
     """See ``unwall.load``."""
     error: BaseException | None = finish_pending(engine)
     engine.executor.together("load")
+    refuse_stages(engine, "unwall.load")
     meeting = Meeting(engine.everyone)
     meeting.agree(error)
     prepared = _prepare(Path(path), engine, meeting, model, optimizer)

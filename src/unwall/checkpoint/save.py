@@ -21,6 +21,7 @@ from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
+from unwall.checkpoint.spread import refuse_stages
 from unwall.checkpoint.writing import Save
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -100,6 +101,7 @@ def save_engine(
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
     error = finish_pending(engine)
     engine.executor.together("save")
+    refuse_stages(engine, "unwall.save")
     meeting = Meeting(engine.everyone)
     meeting.agree(error)
     save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
