@@ -124,8 +124,9 @@ def _memory(run: Run) -> str:
             if value:
                 levels.append(Level(name, "c2" if name == "predicted" else "c7", value))
         found += chart(tier.capitalize(), curves, levels, shown=_bytes, from_zero=True, unit=_unit(curves, levels))
-    links = sorted({link for line in run.steps for link in line.get("stall_seconds") or {}})
-    waits = [Curve(link, f"c{number % 8}", run.values("stall_seconds", link)) for number, link in enumerate(links)]
+    stalled = [line["stall_seconds"] for line in run.steps if isinstance(line.get("stall_seconds"), dict)]
+    links = sorted({str(link) for line in stalled for link in line})
+    waits = [Curve(link, f"c{number % 8}", run.values("stall_seconds", link, 0.0)) for number, link in enumerate(links)]
     found += chart("Waiting for each link, seconds per step", waits, shown=lambda value: f"{value:.3g} s", from_zero=True)
     return f'<div class="grid2">{found}</div>' if found else ""
 

@@ -17,7 +17,7 @@ from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
 from unwall.shards.dimensions import Others
 from unwall.shards.grouping import Cuts, uncut
-from unwall.shards.placement import Home, Sizes, least_device_bytes
+from unwall.shards.placement import Home, Sizes, host_bytes_of, host_working_bytes, least_device_bytes
 from unwall.tiers.tiers import Tiers
 
 
@@ -52,7 +52,12 @@ def assemble(
 def keep_within_card(engine: Engine, sizes: list[Sizes], homes: list[Home]) -> None:
     """Where the plan has no ``device_bytes``, what is fetched stays as far as the card has room for it."""
     device, limit = engine.tiers.device, None
+    held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
+    engine.least_host_bytes = held + host_working_bytes(sizes, homes)
+    engine.least_device_bytes = least_device_bytes(sizes, homes)
     probe = probe_of(device.device)
     if engine.plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in engine.groups):
-        limit = Limit(probe, lambda: device.ledger.live_bytes, least_device_bytes(sizes, homes))
+        limit = Limit(probe, lambda: device.ledger.live_bytes, engine.least_device_bytes)
     engine.executor.keep_within(limit)
+    if engine.activations is not None:
+        engine.activations.measure_anew()

@@ -43,6 +43,20 @@ class Speculated:
     missed: int = 0
 
 
+@dataclass(frozen=True)
+class ActivationStats:
+    """What became of the activations of the model's blocks in the last pass, as ``Plan(activations="auto")`` measured it."""
+
+    kept_bytes: int = 0
+    """Held on the device from forward to backward, the inputs of recomputed blocks among them."""
+    moved_bytes: int = 0
+    """Sent to the host, and back."""
+    recomputed_bytes: int = 0
+    """Computed again in backward."""
+    survived: int = 0
+    """Forwards of blocks that ran again after an out-of-memory, since the model was sharded."""
+
+
 class Engine:
     """Everything unwall knows about one sharded model."""
 
@@ -86,6 +100,12 @@ class Engine:
             self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out, self.turn
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
+        self.least_device_bytes = 0
+        """What states need on the device in any case."""
+        self.least_host_bytes = 0
+        """The same on the host."""
+        self.activations: Any = None
+        """Who decides about activations (runtime/auto.py), if anybody does. Told when a pass with gradients begins."""
         self.version = 0
         """Counts changes of the parameters' values."""
         self.edges: list[Callable[[], None]] = []
@@ -206,6 +226,8 @@ class Engine:
             self.look_again(self)
         if self.unwritten:
             raise RuntimeError(self._never_loaded())
+        if self.activations is not None and torch.is_grad_enabled():
+            self.activations.begin_pass()
 
     def _never_loaded(self) -> str:
         names = list(self.unwritten.values())

@@ -74,6 +74,8 @@ class SavedTensors:
         self.reading = reading
         self.layers: list[Layer] = []
         """What saved tensors go through after the user's hooks, if there are any."""
+        self.seen: Callable[[Any], None] | None = None
+        """Told of each tensor before anything happens to it, in passes that are measured. Set between two passes."""
         self.watching = False
         """A pair of ours is in place."""
         self.stand_ins = StandIns()
@@ -109,7 +111,8 @@ class SavedTensors:
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
-        if (not self._streams and not self.layers) or transforms.inside():  # torch.func allows no hooks on saved tensors
+        idle = not self._streams and not self.layers and self.seen is None
+        if idle or transforms.inside():  # torch.func allows no hooks on saved tensors
             return None
         top = default_hooks.top()
         owner = _owner(top)
@@ -178,6 +181,8 @@ class Pair:
         """The first layer is a checkpoint's. See [Note: stand-ins]."""
 
     def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
+        if self.saved.seen is not None:
+            self.saved.seen(tensor)
         index = self.saved.group_of(tensor)
         stands_in = index is not None and self._checkpoint
         value: Any = self.saved.stand_ins.of(index, tensor) if index is not None and stands_in else tensor
