@@ -119,6 +119,8 @@ def train(row: str, shape: Shape, batch: int, seq: int, steps: int, budget: str 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, optimizer = build(row, shape, device, budget)
     ids, labels = batch_of(shape, batch, seq, device, 0)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # building the model took more
     times, losses = [], []
     warm = 4 if "auto" in row or "default" in row or "offload" in row else 2
     for step in range(warm + steps):

@@ -10,7 +10,7 @@ import pytest
 from train_tools import command, environment, losses, make_jsonl, make_model, make_plan, run_process
 
 STEPS = 30
-LIMIT_S = 200.0
+LIMIT_S = 600.0
 pytestmark = pytest.mark.drill
 
 

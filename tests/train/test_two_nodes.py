@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from train_tools import environment, losses, make_jsonl, make_model, make_plan, run_process
 
-STEPS, LIMIT_S = 4000, 240.0
+STEPS, LIMIT_S = 100_000, 400.0
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
 
 
@@ -74,7 +74,7 @@ class Node:
         launcher = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9",
             "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.231.7.1:29401", "--rdzv-id", "drill",
-            "--rdzv-conf", "last_call_timeout=3,join_timeout=200", "--local-addr", f"10.231.7.{number + 1}",
+            "--rdzv-conf", f"last_call_timeout=3,join_timeout=200,is_host={int(number == 0)}", "--local-addr", f"10.231.7.{number + 1}",
             "--monitor-interval", "0.2", "-m", "unwall", "train", *train,
         ]  # fmt: skip
         self.output = place / f"node{number}-{time.monotonic_ns()}.txt"

@@ -58,13 +58,13 @@ class ActivationRoom:
         self._most = max(self._most, self._card.allocated().allocated_bytes)
         self._most_ours = max(self._most_ours, self._ours())
 
-    def beyond_bytes(self, held_bytes: int) -> int:
-        """What the pass needed besides its blocks, which held ``held_bytes`` at most."""
+    def beyond_bytes(self, held_bytes: int, largest_bytes: int) -> int:
+        """What the pass needed besides its blocks, which held ``held_bytes`` at most, the largest ``largest_bytes``."""
         if self._counted:
             return 0
         peak = self._card.allocated().peak_bytes
-        if peak <= self._peak_before:  # it is of another time
-            peak = self._most
+        if peak <= self._peak_before:  # it is of another time: backward needs about as much again as the block that it is at
+            peak = self._most + largest_bytes
         return max(0, peak - self._base - max(self._least, self._most_ours) - held_bytes)
 
     def _total(self) -> int:

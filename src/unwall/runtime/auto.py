@@ -144,7 +144,8 @@ class Auto:
             return None
         blocks = tuple(census.read())
         self._held = 0
-        beyond, left = self._room.beyond_bytes(peak_bytes(blocks, self.used)), self._room.left_bytes()
+        largest = max(block.kept_bytes for block in blocks)
+        beyond, left = self._room.beyond_bytes(peak_bytes(blocks, self.used), largest), self._room.left_bytes()
         link = NO_LINK
         if peak_bytes(blocks, everywhere("keep", blocks)) + beyond > left:
             link = link_of(engine, SavedOnHost.flight_of(left))

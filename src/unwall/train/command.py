@@ -229,7 +229,8 @@ def run(options: Options, progress: Told | None = None) -> int:
     except ToldElsewhereError:
         return 2
     except KeyboardInterrupt:
-        print("unwall: interrupted; what was saved last stays", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("unwall: interrupted; what was saved last stays", file=sys.stderr)
         return 130
     except torch.OutOfMemoryError as error:
         said = str(error).partition(". ")[0]
