@@ -8,7 +8,7 @@ WORKERS ?= 2
 .PHONY: demo test drills clocks check docs native sanitize bench-native clean system
 
 demo: .venv/ready
-	$(BIN)/unwall demo
+	$(BIN)/unwall demo --out build/demo
 
 test: check
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not drill and not clock"

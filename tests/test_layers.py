@@ -71,6 +71,7 @@ def test_import_is_light_and_leaves_the_accelerator_alone():
         "assert not torch.cuda.is_initialized(); print(*sorted(set(sys.modules) - before))"
     ).split()
     heavy = ("unwall.planner", "unwall.cli", "transformers", "torch._dynamo", "torch.distributed.tensor", "triton", "rich")
+    heavy += ("accelerate", "lightning", "peft", "unwall.integrations", "unwall.train", "unwall.report.page")
     assert [name for name in names if name.startswith(heavy)] == []
 
 

@@ -2,7 +2,7 @@
 
 from unwall import nn, sparse
 from unwall._version import __version__
-from unwall.api import from_pretrained, full_params, init, move, no_sync, plan, probe, profile, shard, stats
+from unwall.api import from_pretrained, full_params, init, move, no_sync, pipeline, plan, probe, profile, shard, stats
 from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.load_weights import load_weights
 from unwall.checkpoint.public import load, save
@@ -10,6 +10,7 @@ from unwall.checkpoint.weights_out import export_weights
 from unwall.optim.adamw import AdamW
 from unwall.optim.ema import ema
 from unwall.optim.wrap import wrap
+from unwall.parallel.tensor import parallelize
 from unwall.plans import Plan, PlanError
 from unwall.runtime.grads import grads
 from unwall.shards.control import DivergedError, PeerError
@@ -35,6 +36,8 @@ __all__ = [
     "move",
     "nn",
     "no_sync",
+    "parallelize",
+    "pipeline",
     "plan",
     "probe",
     "profile",

@@ -1,7 +1,7 @@
 """The public functions."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
+from unwall.parallel.mesh import check_mesh, check_without_mesh, read_mesh, roles_of
+from unwall.parallel.values import start_value
 from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
 from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine, forget_interrupted
 from unwall.runtime.hooks import engine_of
-from unwall.runtime.init import Pager, Shelf, building, whole_value
+from unwall.runtime.init import Pager, Shelf, building
 from unwall.runtime.meta_buffers import fill_meta_buffers
 from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
@@ -31,7 +33,6 @@ from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
 from unwall.shards.build import smallest
 from unwall.shards.collectives import Ranks
-from unwall.shards.local import is_distributed
 from unwall.tiers.device import DeviceTier, default_device
 from unwall.tiers.host import available_bytes, local_ranks
 
@@ -39,28 +40,36 @@ if TYPE_CHECKING:
     from unwall.planner.choose import ChosenPlan
     from unwall.planner.hardware import Hardware
 
-_REPLICAS = ("replicate", "ddp")
-_DATA_PARALLEL = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
-
 
 def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = None) -> nn.Module:
     """Partitions a model in place and returns it. ``plan=None`` leaves every choice to unwall.
 
     One process needs nothing else. With ``torchrun`` the model is cut over the default process group, or over the
-    data-parallel dimension of ``mesh``. All ranks start from rank 0's values.
+    data-parallel dimension of ``mesh`` (``dp``; ``dp_shard`` with ``dp_replicate``). Its parameters may be spread over the
+    mesh's ``tp`` dimension already (``unwall.parallelize``, or torch's ``parallelize_module``). All data-parallel ranks start
+    from rank 0's values.
     """
     plan = Plan() if plan is None else plan
     _check_plan(plan)
     if building():
         raise RuntimeError("unwall.shard inside unwall.init: leave the init context first, the model's values are still paged")
     _check_model(model)
+    if mesh is None:
+        check_without_mesh(model)
+    else:
+        check_mesh(mesh, model)
+        _check_replicas(plan, mesh)
     unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
     unwritten |= fill_meta_buffers(model)
     forget_interrupted()
     device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
-    ranks = Ranks(_process_group(mesh), device.device.type)
+    ranks, others = (
+        (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
+    )
     room = smallest(ranks.every(room_on(device.device, plan)))
-    made = assemble(model, plan, ranks, room, partial(open_tiers, plan, device, ranks.rank), whole_value)
+    number = ranks.rank if others is None or others.everyone is None else others.everyone.rank
+    tiers = partial(open_tiers, plan, device, number)
+    made = assemble(model, plan, ranks, room, tiers, partial(start_value, others), others=others)
     made.unwritten |= unwritten
     arrange_activations(made, model)
     watch(made)
@@ -68,6 +77,34 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     load_waiting(model)
     model.__dict__["_is_accelerate_prepared"] = True  # Accelerate puts no DDP or autocast around it
     return model
+
+
+def pipeline(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    mesh: DeviceMesh,
+    microbatches: int,
+    loss: Callable[..., torch.Tensor] | None = None,
+    schedule: str = "1F1B",
+    split: Sequence[int] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Cuts a model over the ``pp`` dimension of a mesh, and shards each rank's part over the others.
+
+    Gives ``part, schedule``: what this rank holds of the model, sharded (for the optimizer and ``state_dict``, under the names
+    of the whole model), and torch's own schedule. Every rank calls ``schedule.step(...)``, those of the first stage with the
+    inputs and those of the last one with ``target=`` and ``losses=[]``; then ``optimizer.step()``. A batch is cut into
+    ``microbatches``; ``loss(output, target)`` is of one of them, and gradients are averaged over them.
+
+    ``schedule``: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, ZBVZeroBubble, InterleavedZeroBubble or DualPipeV. ``split``: how
+    many layers each stage runs, by default balanced by their cost. The model is an ``nn.Sequential`` or a decoder of
+    ``transformers``, built alike on every rank (whole, or on the meta device); under tensor parallelism it is spread before.
+    """
+    from unwall.parallel.pipeline import pipeline as cut  # torch's pipelining takes long to import
+
+    plan = Plan() if plan is None else plan
+    _check_plan(plan)
+    return cut(model, lambda part: shard(part, plan, mesh), engine, mesh, microbatches, loss, schedule, split)
 
 
 def from_pretrained(
@@ -247,6 +284,15 @@ def _check_plan(plan: Plan) -> None:
         raise PlanError("activations='disk' is not built yet: use 'host', 'recompute' or 'keep'")
 
 
+def _check_replicas(plan: Plan, mesh: DeviceMesh) -> None:
+    replicas = [name for name, role in roles_of(mesh).items() if role == "replicas" and mesh[name].size() > 1]
+    if replicas and plan.reduce_op == "sum":
+        raise PlanError(
+            f"reduce_op='sum' with replicas ({replicas[0]!r}): gradients are averaged over replicas. Use 'mean', and multiply "
+            "the loss by the number of ranks"
+        )
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"unwall.shard takes an nn.Module, got {type(model).__name__}")
@@ -258,8 +304,6 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex():
             raise ValueError(f"parameter {name} is complex, which no optimizer here updates: hold it as view_as_real")
-        if is_distributed(param):
-            raise ValueError(f"parameter {name} is a DTensor: tensor parallelism is not built yet, shard the model without it")
         if engine_of(param) is not None:
             raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
         places.setdefault(param.device, name)
@@ -287,21 +331,8 @@ def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
                 "torch.distributed.init_process_group() first, or every rank would train a model of its own"
             )
         return None
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    names = mesh.mesh_dim_names or ()
-    for name, size in zip(names, mesh.shape, strict=False):
-        if size > 1 and any(word in name for word in _REPLICAS):
-            raise ValueError(
-                f"the mesh has a dimension {name!r} of {size} replicas: gradients are averaged over one data-parallel "
-                "dimension only, so replicas would drift apart. Flatten both into one (mesh[...]._flatten()), or leave mesh out"
-            )
-    for name in _DATA_PARALLEL:
-        if name in names:
-            return mesh.get_group(name)
-    raise ValueError(
-        f"a mesh of several dimensions ({', '.join(names) or 'unnamed'}): call the data-parallel one 'dp' or pass mesh['it']"
-    )
+    data = [name for name, role in roles_of(mesh).items() if role == "data"]
+    return None if not data else mesh.get_group() if mesh.ndim == 1 else mesh.get_group(data[0])
 
 
 def _world_size() -> int:

@@ -11,9 +11,10 @@ from torch import nn
 from unwall.tiers.sizes import format_bytes, parse_bytes
 
 Placement = Literal["auto", "device", "host", "disk"]
-Activations = Literal["keep", "recompute", "host", "disk"]
+Activations = Literal["auto", "keep", "recompute", "host", "disk"]
 
 _PLACEMENTS = ("auto", "device", "host", "disk")
+_ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,13 +37,17 @@ class Plan:
     """The tier gradients land on. It is that of the optimizer state, which is what ``"auto"`` means."""
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
-    activations: Activations = "keep"
+    activations: Activations = "auto"
     """Between forward and backward: ``"keep"``; ``"recompute"`` the repeated blocks; ``"host"``: the same, and their inputs
-    wait on the host."""
+    wait on the host. ``"auto"`` measures, and decides for each block so that a step is fastest on this card."""
+    sequence_tiles: int | None = None
+    """In how many parts of the sequence MLPs and norms run, each computed again in backward: for very long samples. None: as
+    they are, unless ``activations="auto"`` finds a block that would not fit otherwise."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
-    """What unwall may hold on the device (activations are not counted). None: what activations leave of it, as measured."""
+    """What unwall may hold on the device. With ``activations="auto"`` activations are part of it, as far as recomputing them
+    helps; otherwise they come on top. None: all of the card."""
     host_bytes: int | str | None = None
     """What unwall may hold in host memory. None: all of it."""
     disk_bytes: int | str | None = None
@@ -78,8 +83,8 @@ class Plan:
             value = getattr(self, name)
             if value not in _PLACEMENTS:
                 raise PlanError(f"{name} is one of {', '.join(_PLACEMENTS)}, got {value!r}")
-        if self.activations not in ("keep", "recompute", "host", "disk"):
-            raise PlanError(f"activations is one of keep, recompute, host, disk, got {self.activations!r}")
+        if self.activations not in _ACTIVATIONS:
+            raise PlanError(f"activations is one of {', '.join(_ACTIVATIONS)}, got {self.activations!r}")
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             value = getattr(self, name)
             if value is not None:
@@ -89,6 +94,9 @@ class Plan:
                     raise PlanError(str(error)) from error
         if not isinstance(self.passes, int) or isinstance(self.passes, bool) or self.passes < 1:
             raise PlanError(f"passes is a whole number, 1 or more, got {self.passes!r}")
+        tiles = self.sequence_tiles
+        if tiles is not None and (not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1):
+            raise PlanError(f"sequence_tiles is a whole number, 1 or more, or None, got {tiles!r}")
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in _COMPUTE_DTYPES:

@@ -161,7 +161,7 @@ def test_zero3_on_nvme():
     assert found.plan == Plan(stage=3, params="disk", optimizer="disk", disk="/local_nvme", reduce_dtype=torch.float32)
     missing = {entry.key for entry in found.entries if entry.outcome is Outcome.MISSING}
     assert missing == {"activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"}
-    assert found.plan.activations == "keep"
+    assert found.plan.activations == "auto"
 
 
 @pytest.mark.parametrize("name", REAL)

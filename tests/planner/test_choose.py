@@ -38,7 +38,7 @@ def test_a_chosen_plan_is_a_plan():
     assert isinstance(found, Plan)
     assert type(found.to_plan()) is Plan
     budgets = {"device_bytes": found.device_bytes, "host_bytes": found.host_bytes}
-    assert found.to_plan() == Plan(params="device", optimizer="device", **budgets)
+    assert found.to_plan() == Plan(params="device", optimizer="device", activations="keep", **budgets)
 
 
 @pytest.mark.parametrize("device_bytes", [1 << 30, 200 * MIB])

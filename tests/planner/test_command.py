@@ -239,3 +239,13 @@ def test_70b_in_seconds(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "70.6 B parameters on 8xH200" in found.stdout
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8
+
+
+def test_tiles_are_named_where_they_help():
+    asked = ("plan", "1x8192", "--hardware", "pc-4090", "--device-bytes", "1GiB", "--seq", "128")
+    found = run(*asked)
+    assert found.exit_code == 1, found.output
+    told = re.search(r"the largest matrices in (\d+) tiles", found.output)
+    assert told, found.output
+    again = run(*asked, "--tiles", told[1])
+    assert again.exit_code == 0, again.output

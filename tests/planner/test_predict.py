@@ -6,10 +6,12 @@ import time
 import pytest
 import torch
 from planner_tools import MACHINE, job
+from torch import nn
 
 from unwall.planner.description import from_shape
+from unwall.planner.job import Workload, make_job
 from unwall.planner.memory import ACTIVATIONS, SHADOWS, terms_of
-from unwall.planner.outline import skeleton
+from unwall.planner.outline import outline_of, skeleton
 from unwall.planner.pace import COMPUTE, FETCH, UPDATE, pace_of
 from unwall.planner.predict import kept_share, predict, work_of
 from unwall.planner.simulation.run import Simulation
@@ -171,3 +173,15 @@ def test_70b_is_predicted_in_seconds():
     begin = time.perf_counter()
     predict(job(Plan(device_bytes="40GiB"), 8, skeleton(from_shape("80x8192")), batch=4, seq=2048), MACHINE_8)
     assert time.perf_counter() - begin < 10
+
+
+def test_a_layer_that_does_not_fit_whole_is_predicted_in_tiles():
+    model = nn.Sequential(nn.Linear(1024, 1024, device="meta"), nn.Tanh(), nn.Linear(1024, 1024, device="meta"))
+    plan = Plan(device_bytes=1 << 20, params="host", optimizer="host", compute_dtype=torch.float32)
+    found = make_job(outline_of(model), plan, 1, Workload(batch=1, seq=8), plan.budget_device_bytes, None)
+    tiles = [unit for unit, _ in found.planned if unit.is_part]
+    assert len(tiles) >= 2 * 8
+    assert sum(unit.nbytes for unit in tiles) == 2 * 4 * 1024 * 1024
+    read = [index for stretch in found.stretches for index in stretch.groups]
+    assert set(read) == set(range(len(found.planned)))
+    assert sum(stretch.active_numel for stretch in found.stretches) == pytest.approx(2 * 1024 * 1024)

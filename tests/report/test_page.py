@@ -57,7 +57,7 @@ def test_one_page_holds_everything(run):
 def test_what_is_missing_or_broken_is_named(run):
     with (run / "log.jsonl").open("a") as log:
         log.write('{"kind": "step", "lo\n[1]\n')
-        log.write(json.dumps({"step": 43, "loss": None, "live_bytes": 3}) + "\n")
+        log.write(json.dumps({"step": 43, "loss": None, "live_bytes": 3, "stall_seconds": 4}) + "\n")
     (run / "run.json").unlink()
     (run / "profile.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     html = write_report(run, run / "other.html").read_text()

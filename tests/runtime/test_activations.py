@@ -4,16 +4,9 @@ import warnings
 
 import pytest
 import torch
+from models_with_blocks import MAKERS, Convolutions, decoder, encoder_decoder
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 import unwall
 from unwall.runtime import saved_on_host
@@ -27,63 +20,6 @@ def everything_moves(monkeypatch):
     """Also what is as small as in these models; and nothing is still on the device when it is needed again."""
     monkeypatch.setattr(saved_on_host, "MIN_BYTES", 1)
     monkeypatch.setattr(saved_on_host, "IN_FLIGHT_BYTES", 0)
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(width)
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x):
-        return x + self.drop(torch.relu(self.conv(self.norm(x))))
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3)
-        self.stages = nn.Sequential(nn.Sequential(Block(8), Block(8)), nn.MaxPool2d(2), nn.Sequential(Block(8), Block(8)))
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.head(self.stages(self.stem(x)).mean((2, 3)))
-
-
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 40,
-}
-TOKENS = torch.arange(24).view(2, 12) % 40
-
-
-def decoder():
-    model = LlamaForCausalLM(LlamaConfig(**TINY, attention_dropout=0.1))
-    return model.train(), lambda: model(TOKENS, labels=TOKENS).loss
-
-
-def encoder_decoder():
-    sizes = {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8, "vocab_size": 40}
-    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.1, decoder_start_token_id=0))
-    return model.train(), lambda: model(TOKENS, labels=TOKENS).loss
-
-
-def experts():
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**TINY, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    )
-    return model.train(), lambda: model(TOKENS, labels=TOKENS).loss
-
-
-def convolutions():
-    model = Convolutions()
-    images = torch.linspace(-1, 1, 2 * 3 * 12 * 12).view(2, 3, 12, 12)
-    return model, lambda: nn.functional.cross_entropy(model(images), torch.tensor([1, 3]))
 
 
 def trained(make, activations, tier="device", steps=3, **options):
@@ -103,7 +39,7 @@ def trained(make, activations, tier="device", steps=3, **options):
     return losses, model.state_dict(), model
 
 
-@pytest.mark.parametrize("make", [decoder, encoder_decoder, experts, convolutions])
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("activations", CHOICES)
 def test_the_bits_are_those_of_keep(make, activations):
     losses, values, _ = trained(make, "keep")

@@ -79,3 +79,124 @@ def test_compiled_blocks(activations):
     plain, _ = trained("keep", "device")
     assert losses[0] == pytest.approx(plain[0], rel=2e-2)  # dropout draws other numbers in a compiled block
     assert losses[-1] < losses[0]
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+
+
+def small_model(budget, compiled=False, steps=6, hidden=True, **options):
+    """Losses, the peak beyond what was there before, and who decided."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks if compiled else ():
+        block.compile()
+    unwall.shard(model, unwall.Plan(params="host", optimizer="host", device_bytes=budget, **options))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    x, labels = torch.randn(4, 1024, WIDTH, device="cuda"), torch.randint(0, 5000, (4, 1024), device="cuda")
+    given = torch.cuda.memory_allocated()
+    losses = []
+    for step in range(steps):
+        if step == steps - 1:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        loss = model(x, labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    peak = torch.cuda.max_memory_allocated() - (given if hidden else before)
+    return losses, peak, unwall.api.engine(model).activations
+
+
+def test_auto_keeps_everything_where_it_fits():
+    losses, _, _ = small_model(None, activations="keep")
+    found, _, auto = small_model(None)
+    assert found == losses
+    assert set(auto.used) == {"keep"}
+    assert auto._plain  # nothing is measured any more
+
+
+@pytest.mark.parametrize("budget", ["420MiB", "600MiB"])
+def test_auto_stays_within_a_small_budget(budget):
+    losses, _, _ = small_model(None, activations="keep")
+    found, peak, auto = small_model(budget)
+    assert found == losses
+    assert set(auto.used) != {"keep"}
+    assert peak <= unwall.Plan(device_bytes=budget).budget_device_bytes
+
+
+class Fails:
+    def __init__(self, call):
+        self.call, self.count = call, 0
+
+    def __call__(self, *_):
+        self.count += 1
+        if self.count == self.call:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_an_out_of_memory_in_a_block_is_survived(call):
+    losses, _, _ = small_model(None, activations="keep", steps=3)
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[3].drop.register_forward_hook(Fails(call))
+    unwall.shard(model, unwall.Plan(params="host", optimizer="host"))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1)
+    x, labels = torch.randn(4, 1024, WIDTH, device="cuda"), torch.randint(0, 5000, (4, 1024), device="cuda")
+    found = []
+    for _ in range(3):
+        try:
+            loss = model(x, labels)
+            loss.backward()
+        except torch.OutOfMemoryError:
+            assert call == 4  # a pass that is not measured, or a backward: then the iteration is the loop's to run again
+            return
+        optimizer.step()
+        found.append(loss.item())
+    assert unwall.stats(model).activations.survived == 1
+    assert found == losses
+
+
+@pytest.mark.parametrize("choice", ["keep", "move", "recompute", "host"])
+def test_compiled_blocks_with_each_choice(choice, monkeypatch):
+    from unwall.schedule.observed import Observed
+
+    monkeypatch.setattr(Observed, "best", lambda self, *_: (choice,) * len(self.blocks))
+    losses, _, auto = small_model("1GiB", compiled=True)
+    assert set(auto.used) == {choice}
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert losses[-1] < losses[0]
+
+
+def test_sequence_tiles_give_the_losses_with_less_memory():
+    class Mlp(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.down(self.act(self.up(x)))
+
+    found = []
+    for tiles in (None, 8):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(WIDTH), Mlp()) for _ in range(3)))
+        plan = unwall.Plan(params="device", optimizer="device", activations="keep", sequence_tiles=tiles)
+        unwall.shard(model, plan)
+        x = torch.randn(1, 32768, WIDTH, device="cuda")
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(x).square().mean()
+            loss.backward()
+            model.zero_grad()
+        found.append((loss.item(), torch.cuda.max_memory_allocated()))
+        del model, loss
+        gc.collect()
+    (plain, most), (tiled, least) = found
+    assert tiled == pytest.approx(plain, rel=1e-2)
+    assert least < most - (500 << 20)

@@ -331,3 +331,21 @@ def test_adapters_on_frozen_tiles():
         return losses
 
     assert build(True) == pytest.approx(build(False), rel=1e-5)
+
+
+def test_the_loss_without_logits_reads_a_head_in_tiles():
+    class Chunked(Net):
+        def forward(self, ids):
+            hidden = self.embed(ids)
+            options = {"label_smoothing": 0.1, "z_loss": 1e-3, "ignore_index": 7, "chunk_tokens": 10}
+            return unwall.nn.linear_cross_entropy(hidden + self.body(hidden), self.head.weight, ids, **options)
+
+    expected, model = Chunked(), Chunked()
+    loss = expected(batch(0))
+    loss.backward()
+    unwall.shard(model, Plan(compute_dtype=torch.float32, tiles=5, **PLACEMENTS["host"]))
+    found = model(batch(0))
+    found.backward()
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    for (name, param), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(param.grad.clone(), other[1].grad, rtol=1e-5, atol=1e-6, msg=name)

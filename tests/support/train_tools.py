@@ -116,7 +116,7 @@ def environment(**more) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(roots), "OMP_NUM_THREADS": "1"} | more
 
 
-def run_process(*arguments, limit_s: float = 120, **options) -> subprocess.CompletedProcess:
+def run_process(*arguments, limit_s: float = 280, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
         command(*arguments, **options), env=environment(), capture_output=True, text=True, timeout=limit_s, check=False
     )
@@ -130,3 +130,43 @@ def losses(out: Path) -> list[float]:
     lines = read_log(out)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
+
+
+def small_machine(_hardware, ranks, *_):
+    """Instead of a measurement: what ``machine_of`` gives."""
+    from unwall.planner.hardware import Hardware
+
+    rates = {"float32": 1e11, "bfloat16": 1e11}
+    found = Hardware(
+        name="this machine", devices_per_node=ranks, device_bytes=2**33, host_bytes=2**33, disk_bytes=2**33,
+        host_to_device_bytes_per_s=1e10, device_to_host_bytes_per_s=1e10, host_memory_bytes_per_s=1e10,
+        disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9, matmul_flops_per_s=rates, is_host=True,
+    )  # fmt: skip
+    return found, ranks
+
+
+def train_here(**options) -> None:
+    """``unwall train`` in this process, or as one rank of a pool; the machine is not measured."""
+    import torch.distributed as dist
+
+    from unwall.train import command, planning
+    from unwall.train.options import Options
+
+    planning.machine_of = small_machine
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    said = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update({name: str(value) for name, value in said.items()})
+    try:
+        command.train(Options(**{name: _plain(name, value) for name, value in options.items()}))
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _plain(name: str, value):
+    if name in ("data", "eval_data"):
+        return tuple(map(str, value if isinstance(value, (list, tuple)) else [value]))
+    return str(value) if isinstance(value, Path) else value

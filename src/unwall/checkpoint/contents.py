@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.checkpoint.boxes import Box, Part
+from unwall.checkpoint.boxes import Part
 from unwall.checkpoint.checksums import crc
 from unwall.checkpoint.generators import read_generators
 from unwall.checkpoint.header import header_of
@@ -19,6 +19,7 @@ from unwall.checkpoint.lots import Held, Lot, Span, master_lot
 from unwall.checkpoint.manifest import FileEntry, Kind, Manifest, OptimizerEntry, Piece, Tensor, file_name
 from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import entry_of, stored_states
+from unwall.checkpoint.spread import parts_of, writes
 from unwall.checkpoint.tree import encode
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -110,7 +111,7 @@ def make_contents(
     trees = {name: tree for name, tree in small.trees.items() if name not in same}
     steps = [entry["step"] for entry in (small.optimizer.params.values() if small.optimizer is not None else ())]
     manifest = Manifest(
-        world_size=engine.ranks.size,
+        world_size=engine.everyone.size,
         step=max(steps, default=0),
         files={},
         tensors=(),
@@ -126,7 +127,8 @@ class _Builder:
     """Numbers pieces in the order of the file."""
 
     def __init__(self, engine: Engine, names: Names) -> None:
-        self.rank = engine.ranks.rank
+        self.rank = engine.everyone.rank
+        self._engine = engine
         self._names = names
         self._of = names.of
         self._tensors: dict[tuple[str, str, str | None], Tensor] = {}
@@ -139,9 +141,10 @@ class _Builder:
         for kind, name, value in small.tensors:
             key = f"{kind}/{name}"
             own = kind == "value" and name.startswith("rng")
-            if self.rank and not own and digests[0].get(key) == mine[key]:
+            first = next(rank for rank, theirs in enumerate(digests) if key in theirs)
+            if self.rank != first and not own and digests[first][key] == mine[key]:
                 continue
-            whose = self.rank if self.rank or own else None
+            whose = self.rank if self.rank != first or own else None
             tensor = Tensor(kind, name, value.dtype, tuple(value.shape), (), rank=whose)
             self._tensors[kind, name, None] = tensor
             if value.numel():
@@ -169,11 +172,14 @@ class _Builder:
         for slot, param in enumerate(group.params):
             if wanted.get(slot):
                 self._tensor(group, slot, param, lot.dtype, state, slot in frozen)
-        for segment in _to_write(group, self.rank):
+        for segment in _to_write(group, self._engine.ranks.rank) if writes(group.params[0], self._engine.others) else ():
             if wanted.get(segment.slot):
-                tensor = self._tensor(group, segment.slot, group.params[segment.slot], lot.dtype, state, False)
-                lot.spans.append(Span(len(self._parts), segment.shard_start, segment.numel))
-                self._parts.append((tensor, Part(Box.whole(tensor.shape), segment.start, segment.numel)))
+                param, at = group.params[segment.slot], segment.shard_start
+                tensor = self._tensor(group, segment.slot, param, lot.dtype, state, False)
+                for part in parts_of(param, segment.start, segment.numel):
+                    lot.spans.append(Span(len(self._parts), at, part.numel))
+                    self._parts.append((tensor, part))
+                    at += part.numel
         if lot.spans:
             self._lots.append(lot)
 
@@ -184,7 +190,7 @@ class _Builder:
         kind: Kind = "param" if state is None else "state"
         key = (kind, name, state)
         if key not in self._tensors:
-            shape = tuple(group.layout.slots[slot].shape)
+            shape = tuple(param.shape)
             more = {} if state else {"given": group.dtypes[slot], "aliases": self._names.aliases.get(name, ())}
             self._tensors[key] = Tensor(kind, name, dtype, shape, (), state=state, frozen=frozen, **more)  # type: ignore[arg-type]
         return self._tensors[key]

@@ -32,7 +32,7 @@ class Matched:
 def match(manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOptimizer | None, where: str) -> Matched:
     """CheckpointError, naming the tensor, where the checkpoint is not of this model and this optimizer."""
     found = Matched()
-    own = _own(manifest, engine.ranks.rank, engine.ranks.size)
+    own = _own(manifest, engine.everyone.rank, engine.everyone.size)
     known = {name: tensor for tensor in manifest.of_kind("param") for name in (tensor.name, *tensor.aliases)}
     here = {name: (name, *names.aliases.get(name, ())) for name in names.params}
     _check_names("parameters", {n for all_names in here.values() for n in all_names}, known, here.values(), where)
@@ -40,8 +40,7 @@ def match(manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOp
         tensor = next(known[alias] for alias in here[name] if alias in known)
         dtype, shape = param.dtype, tuple(param.shape)
         if id(param) in engine.places:
-            group, slot = engine.places[id(param)][0]
-            dtype, shape = engine.groups[group].layout.dtype, tuple(engine.groups[group].layout.slots[slot].shape)
+            dtype = engine.groups[engine.places[id(param)][0].group].layout.dtype
         _check(tensor, name, shape, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype, where)
         found.params[id(param)] = tensor
     buffers = {tensor.name: tensor for tensor in own if tensor.kind == "buffer"}
@@ -70,8 +69,7 @@ def _match_states(manifest: Manifest, optimizer: ShardedOptimizer, names: Names,
             tensor = states.get((name, state))
             if tensor is None:
                 raise CheckpointError(f"{where} has no {state} of {name}, which {manifest.optimizer.kind} keeps")
-            shape = tuple(group.layout.slots[optimizer.places(param)[0][2]].shape)
-            _check(tensor, f"{state} of {name}", shape, dtypes.get(state, tensor.dtype), where)
+            _check(tensor, f"{state} of {name}", tuple(param.shape), dtypes.get(state, tensor.dtype), where)
             found.states[id(param), state] = tensor
 
 

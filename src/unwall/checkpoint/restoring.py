@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from unwall.checkpoint.boxes import Box, Part
 from unwall.checkpoint.copying import copy_flat
 from unwall.checkpoint.lots import CHUNK_ELEMENTS, Held
 from unwall.checkpoint.manifest import Tensor
 from unwall.checkpoint.reader import THREADS, CheckpointFiles, Wanted
+from unwall.checkpoint.spread import parts_of
 from unwall.native.library import DiskError
 from unwall.native.memory import HostMemory
 from unwall.shards.group import Group
@@ -60,8 +60,10 @@ class Fresh:
         for segment in self.group.owned_segments():
             tensor = self.tensors.get(segment.slot)
             if tensor is not None:
-                part = Part(Box.whole(tensor.shape), segment.start, segment.numel)
-                yield Wanted(tensor, part, self.run[segment.shard_start : segment.shard_start + segment.numel])
+                at = segment.shard_start
+                for part in parts_of(self.group.params[segment.slot], segment.start, segment.numel):
+                    yield Wanted(tensor, part, self.run[at : at + part.numel])
+                    at += part.numel
 
     def undo(self) -> None:
         self.run.fill_(self.initial)
@@ -153,12 +155,14 @@ class Restorer:
             if tensor is None:
                 continue
             first, last = max(segment.shard_start, low), min(segment.shard_start + segment.numel, high)
-            part = Part(Box.whole(tensor.shape), segment.start + first - segment.shard_start, last - first)
-            target = values[first - low : last - low]
-            if tensor.dtype != goal.dtype:
-                narrow.append((target, torch.empty(part.numel, dtype=tensor.dtype)))
-                target = narrow[-1][1]
-            wanted.append(Wanted(tensor, part, target))
+            param, at = goal.group.params[segment.slot], first - low
+            for part in parts_of(param, segment.start + first - segment.shard_start, last - first):
+                target = values[at : at + part.numel]
+                at += part.numel
+                if tensor.dtype != goal.dtype:
+                    narrow.append((target, torch.empty(part.numel, dtype=tensor.dtype)))
+                    target = narrow[-1][1]
+                wanted.append(Wanted(tensor, part, target))
         self._files.read_all(wanted)
         for target, read in narrow:
             target.copy_(read)

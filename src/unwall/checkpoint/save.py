@@ -21,6 +21,7 @@ from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
+from unwall.checkpoint.spread import refuse_stages
 from unwall.checkpoint.writing import Save
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -86,6 +87,16 @@ def finish_pending(engine: Engine) -> BaseException | None:
     return None
 
 
+def begin(engine: Engine, what: str) -> Meeting:
+    """What every save and load does first, with all ranks: the save before it has ended, and raises what it failed with."""
+    refuse_stages(engine, f"unwall.{what}")
+    error = finish_pending(engine)
+    engine.executor.together(what)
+    meeting = Meeting(engine.everyone)
+    meeting.agree(error)
+    return meeting
+
+
 def save_engine(
     path: str | os.PathLike[str],
     engine: Engine,
@@ -98,10 +109,7 @@ def save_engine(
     """See ``unwall.save``."""
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
-    error = finish_pending(engine)
-    engine.executor.together("save")
-    meeting = Meeting(engine.ranks)
-    meeting.agree(error)
+    meeting = begin(engine, "save")
     save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
     if block:
         save.run()

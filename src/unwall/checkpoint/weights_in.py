@@ -25,6 +25,7 @@ from unwall.checkpoint.naming import from_files, missing_names
 from unwall.checkpoint.progress import Advance, progress
 from unwall.checkpoint.reading import Source
 from unwall.checkpoint.save import finish_pending
+from unwall.checkpoint.spread import refuse_spread
 from unwall.checkpoint.weight_files import WeightFiles, describe
 from unwall.checkpoint.window import STRETCH_ELEMENTS, stretches, window
 from unwall.runtime.engine import Engine
@@ -82,6 +83,7 @@ def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) 
 
 def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _IncompatibleKeys:
     """Loads weights into a model that has memory: a sharded one, or a plain one."""
+    refuse_spread(model, "load_weights", "Load the model before unwall.parallelize, or use model.load_state_dict(...)")
     engine = owner_of(model)
     ranks = None if engine is None else engine.ranks
     if engine is not None:

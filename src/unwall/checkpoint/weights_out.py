@@ -16,6 +16,7 @@ from unwall.checkpoint.naming import to_files
 from unwall.checkpoint.out_files import OutFiles, Spec, plan_files
 from unwall.checkpoint.patchwork import Patchwork
 from unwall.checkpoint.progress import Advance, progress
+from unwall.checkpoint.spread import refuse_spread
 from unwall.checkpoint.window import stretches, window
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
@@ -37,6 +38,7 @@ def export_weights(
     beside them where it has any. Each rank writes what it owns, through a small buffer, so the directory must be one that all
     ranks share. All ranks call it together.
     """
+    refuse_spread(model, "export_weights", "Save model.state_dict(), or unwall.save and 'unwall export' of the checkpoint")
     engine = owner_of(model)
     if engine is None:
         raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")

@@ -214,7 +214,7 @@ def _know_rest() -> None:
     _know("aio", "block_size queue_depth thread_count intra_op_parallelism", _COUNT, needless, disk)
     _know("aio", "single_submit overlap_events", _BOOL, needless, disk)
     _know("aio", "use_gds", _BOOL, missing, "the disk is read through host memory")
-    host = "Plan(activations='host') is not built yet, so they stay on the device; use torch.utils.checkpoint to hold fewer"
+    host = "unwall moves what its own checkpoints hold: Plan(activations='host'), without torch.utils.checkpoint in the model"
     _know(_CHECKPOINTING, "cpu_checkpointing", _BOOL, missing, host)
     _know(_CHECKPOINTING, "partition_activations", _BOOL, missing, "there are no model-parallel ranks to cut activations over")
     model = "activations are checkpointed where the model calls torch.utils.checkpoint"

@@ -1,6 +1,5 @@
 """Asynchronous disk requests: files on one or several drives, read and written by native threads."""
 
-import contextlib
 import ctypes
 import os
 import threading
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from unwall.native import interrupts
+from unwall.native.at_exit import ends_at_exit
 from unwall.native.library import ErrorRecord, Handle, NativeError, function, tickets_array
 from unwall.native.ticket import NativeTicket
 
@@ -182,6 +182,7 @@ class DiskEngine:
         if not handle:
             raise record.exception()
         self._handle = handle
+        ends_at_exit(self, disk=True)
         self._direct = True
 
     @property
@@ -280,12 +281,14 @@ class DiskEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    end = close
+
     def __del__(self) -> None:
-        with (
-            interrupts.finalizing,
-            contextlib.suppress(TypeError, AttributeError),
-        ):  # the interpreter is shutting down, or __init__ failed early
-            self.close()
+        try:
+            with interrupts.finalizing:
+                self.close()
+        except (TypeError, AttributeError):  # the interpreter is shutting down, or __init__ failed early
+            pass
 
     def _live(self) -> int:
         """The native handle. The library checks again: between this and the call another thread may close."""

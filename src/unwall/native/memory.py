@@ -1,6 +1,5 @@
 """Host memory in exact sizes, outside the allocators of Python and torch."""
 
-import contextlib
 import ctypes
 from typing import Any
 
@@ -17,9 +16,11 @@ class _Mapping:
         self.nbytes = nbytes
 
     def __del__(self) -> None:
-        # An interpreter that is shutting down may have taken ctypes apart already.
-        with contextlib.suppress(TypeError, AttributeError), interrupts.finalizing:
-            function("uw_memory_unmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)(self.address, self.nbytes)
+        try:
+            with interrupts.finalizing:
+                function("uw_memory_unmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)(self.address, self.nbytes)
+        except (TypeError, AttributeError):  # the interpreter is shutting down and has taken ctypes apart
+            pass
 
 
 class HostMemory:

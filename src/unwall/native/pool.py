@@ -4,7 +4,6 @@ Addresses and counts instead of tensors: this layer knows no torch. What an addr
 ticket holds it until the work has ended.
 """
 
-import contextlib
 import ctypes
 import enum
 import os
@@ -13,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unwall.native import interrupts
+from unwall.native.at_exit import ends_at_exit
 from unwall.native.library import ErrorRecord, Handle, function, tickets_array
 from unwall.native.ticket import NativeTicket
 
@@ -137,6 +137,7 @@ class WorkerPool:
         if not self._handle:
             raise record.exception()
         self.threads = threads
+        ends_at_exit(self, disk=False)
 
     @property
     def handle(self) -> int:
@@ -257,6 +258,13 @@ class WorkerPool:
         if handle is not None and os.getpid() == self._pid:
             function("uw_pool_close", ctypes.c_int, _Address)(handle)
 
+    def end(self) -> None:
+        """Finishes what was submitted and can run, and stays open. See native/at_exit.py."""
+        if self._handle is not None:
+            byte = ctypes.create_string_buffer(2)
+            address = ctypes.addressof(byte)
+            self.copy(address, address + 1, 1, keep=(byte,)).wait()  # first in, first out
+
     def __enter__(self) -> "WorkerPool":
         return self
 
@@ -264,9 +272,11 @@ class WorkerPool:
         self.close()
 
     def __del__(self) -> None:
-        # An interpreter that is shutting down may have taken ctypes apart already.
-        with interrupts.finalizing, contextlib.suppress(TypeError, AttributeError):
-            self.close()
+        try:
+            with interrupts.finalizing:
+                self.close()
+        except (TypeError, AttributeError):  # the interpreter is shutting down and has taken ctypes apart
+            pass
 
     def _submit(
         self,

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.overrides import has_torch_function_unary
+from torch.utils.checkpoint import checkpoint
 
 Reduction = Literal["mean", "sum", "none"]
 CHUNK_BYTES = 256 << 20
@@ -38,7 +40,8 @@ def linear_cross_entropy(
     """
     _check(x, weight, labels, bias, reduction, label_smoothing, z_loss, chunk_tokens)
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    in_tiles = has_torch_function_unary(weight)
+    if torch.is_autocast_enabled(kind) and not in_tiles:
         dtype = torch.get_autocast_dtype(kind)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -46,7 +49,12 @@ def linear_cross_entropy(
         chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * max(1, weight.shape[0])))
     flat = labels.reshape(-1).to(x.device)
     options = (ignore_index, label_smoothing, z_loss, chunk_tokens)
-    losses: torch.Tensor = _LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, bias, flat, options)
+    tokens = x.reshape(-1, x.shape[-1])
+    losses: torch.Tensor
+    if in_tiles:
+        losses = _chunk_by_chunk(tokens, weight, bias, flat, options)
+    else:
+        losses = _LinearCrossEntropy.apply(tokens, weight, bias, flat, options)
     if reduction == "none":
         return losses.view(labels.shape)
     total = losses.sum()
@@ -79,6 +87,33 @@ def _check(
         raise ValueError(f"z_loss is 0 or more, got {z_loss}")
     if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
         raise ValueError(f"chunk_tokens is a whole number above 0, got {chunk_tokens!r}")
+
+
+def _chunk_by_chunk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    options: tuple[int, float, float, int],
+) -> torch.Tensor:
+    """The same for a weight that is never there as a whole (a sharded model's, in tiles): torch's own operators, recomputed in
+    backward."""
+    ignore_index, smoothing, z_loss, chunk = options
+
+    def losses(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = functional.linear(x, weight, bias).float()
+        counted = labels != ignore_index
+        lse = torch.logsumexp(logits, dim=-1)
+        loss = lse - (1 - smoothing) * logits.gather(1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
+        if smoothing:
+            loss = loss - smoothing * logits.mean(dim=-1)
+        if z_loss:
+            loss = loss + z_loss * lse.square()
+        return torch.where(counted, loss, loss.new_zeros(()))
+
+    parts = [slice(start, start + chunk) for start in range(0, x.shape[0], chunk)]
+    found = [checkpoint(losses, x[part], labels[part], use_reentrant=False) for part in parts]
+    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float32)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

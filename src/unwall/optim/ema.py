@@ -16,7 +16,9 @@ from unwall.optim.own_states import own_states
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.whole import whole_run
+from unwall.shards.dimensions import same_model
 from unwall.shards.group import Group
+from unwall.shards.local import is_distributed, local_part_of, whole_over_tensor_ranks
 from unwall.shards.master import PIECE_ELEMENTS, read_master, write_master
 from unwall.shards.states import StateSpec, moment_dtype
 
@@ -94,7 +96,11 @@ class Ema:
                 found = params.setdefault(slot.name, torch.empty(slot.shape, dtype=whole.dtype))
                 slot.range_of(found.view(-1)).copy_(whole[slot.offset : slot.end])
             group.pending.staging.close()
-        return {"decay": self.decay, "updates": self.updates, "params": params}
+        for name, param in self._named() if params else ():
+            if is_distributed(param):
+                params[name] = whole_over_tensor_ranks(param, params[name].to(self._engine.device.device)).cpu()
+        kept = params if self._engine.is_first else {}
+        return {"decay": self.decay, "updates": self.updates, "params": kept}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -102,23 +108,35 @@ class Ema:
         engine = self._engine
         self._meet(counted=False)
         params = state_dict.get("params", {})
-        wrong = engine.ranks.broadcast_object(self._mismatch(params) if engine.ranks.rank == 0 else None)
+        wrong = self._from_first(self._mismatch(params) if engine.is_first else None)
         if wrong:
             raise ValueError(f"this average does not belong to the model: {wrong}")
         for group in self._groups():
             average = self._average(group)
             for at, slot in enumerate(group.layout.slots):
-                value = torch.empty(slot.shape, dtype=average.dtype, device=engine.device.device)
-                if engine.ranks.rank == 0:
+                param = group.params[at]
+                value = torch.empty(param.shape, dtype=average.dtype, device=engine.device.device)
+                if engine.is_first:
                     value.copy_(params[slot.name])
-                engine.ranks.broadcast(value)
+                for ranks in same_model(engine.ranks, engine.others):
+                    ranks.broadcast(value)
+                value = local_part_of(param, value)
                 for segment in group.owned_segments():
                     if segment.slot == at:
                         part = value.view(-1)[segment.start : segment.start + segment.numel]
                         average[segment.shard_start : segment.shard_start + segment.numel].copy_(part)
             group.pending.staging.close()
-        numbers = engine.ranks.broadcast_object((state_dict.get("decay"), state_dict.get("updates")))
+        numbers = self._from_first((state_dict.get("decay"), state_dict.get("updates")))
         self.decay, self.updates = float(numbers[0]), int(numbers[1])
+
+    def _from_first(self, thing: Any) -> Any:
+        for ranks in same_model(self._engine.ranks, self._engine.others):
+            thing = ranks.broadcast_object(thing)
+        return thing
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for group in self._groups():
+            yield from ((slot.name, param) for slot, param in zip(group.layout.slots, group.params, strict=True))
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -166,7 +184,7 @@ class Ema:
 
     def _mismatch(self, params: dict[str, torch.Tensor]) -> str:
         """What is wrong with averages that are to be loaded. Empty: nothing."""
-        expected = {slot.name: tuple(slot.shape) for group in self._groups() for slot in group.layout.slots}
+        expected = {name: tuple(param.shape) for name, param in self._named()}
         missing, extra = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
         shapes = [
             f"{name} has shape {tuple(params[name].shape)} and needs {shape}"

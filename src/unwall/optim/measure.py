@@ -7,6 +7,7 @@ import torch
 
 from unwall.optim.norm import total_powers, total_squares
 from unwall.runtime.engine import Engine
+from unwall.shards.dimensions import greatest
 from unwall.shards.squares import counted_part
 
 Held = tuple[Engine, int, set[int]]
@@ -18,11 +19,19 @@ def measure(engines: Sequence[Engine], held: list[Held], order: float) -> torch.
     found = []
     for engine in engines:
         device = engine.device.device
-        if order == 2.0:
-            found.append(engine.executor.agreement.sum(total_squares(_pieces(engine, held, measured=True), device)))
-            continue
-        part = total_powers(_pieces(engine, held, measured=False), order, device)
-        found.append(_maximum(engine, part) if math.isinf(order) else engine.executor.agreement.sum(part))
+        part = torch.zeros(2, dtype=torch.float64, device=device)
+        for copies in sorted({group.copies for group in engine.groups}):
+            some = [one for one in held if one[0] is engine and engine.groups[one[1]].copies == copies]
+            if order == 2.0:
+                part += total_squares(_pieces(engine, some, measured=True), device) / copies
+            elif math.isinf(order):
+                part = torch.maximum(part, total_powers(_pieces(engine, some, measured=False), order, device))
+            else:
+                part += total_powers(_pieces(engine, some, measured=False), order, device) / copies
+        if math.isinf(order):
+            found.append(engine.others.maximum(_maximum(engine, part)))
+        else:
+            found.append(engine.others.sum(engine.executor.agreement.sum(part)))
     total = found[0]
     for part in found[1:]:
         part = part.to(total.device)
@@ -35,9 +44,7 @@ def _maximum(engine: Engine, part: torch.Tensor) -> torch.Tensor:
     if engine.ranks.size == 1:
         return part
     engine.together("clip_grad_norm_ with the maximum norm")
-    every = torch.zeros(engine.ranks.size, 2, dtype=part.dtype, device=part.device)
-    every[engine.ranks.rank] = part
-    return engine.ranks.all_reduce_sum(every).amax(0)
+    return greatest(engine.ranks, part)
 
 
 def _pieces(engine: Engine, held: list[Held], measured: bool) -> Iterator[torch.Tensor]:

@@ -9,7 +9,10 @@ from torch import nn
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
 from unwall.runtime.whole import whole_run
+from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import same_model
 from unwall.shards.group import Group
+from unwall.shards.local import is_distributed, local_part_of, whole_over_tensor_ranks
 
 
 class _Member(NamedTuple):
@@ -52,17 +55,31 @@ def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
                         found[number][key.name] = torch.empty(place.shape, dtype=whole.dtype)
                     place.range_of(found[number][key.name].view(-1)).copy_(whole[place.offset : place.end])
             store.go_back()  # one state of one group is out at a time
-    ranks = {engine.ranks.rank for engine in optimizer.engines()}
-    return {number: found[number] for number in sorted(found)} if ranks == {0} else {}
+    _join_tensor_ranks(optimizer, found)
+    first = all(engine.is_first for engine in optimizer.engines())
+    return {number: found[number] for number in sorted(found)} if first else {}
+
+
+def _join_tensor_ranks(optimizer: ShardedOptimizer, found: dict[int, dict[str, Any]]) -> None:
+    """States of DTensors, of which each tensor rank has its part."""
+    for number, param in enumerate(optimizer._params()):
+        for name, value in found.get(number, {}).items() if is_distributed(param) else ():
+            if _is_large(value):
+                device = optimizer._engine_of(param).device.device
+                found[number][name] = whole_over_tensor_ranks(param, value.to(device)).cpu()
 
 
 def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Rank 0's states on every rank, whatever the others were given (``state_dict`` gives states on rank 0 only)."""
     engines = optimizer.engines()
-    if not engines or engines[0].ranks.size == 1:
-        return states
-    ranks, device = engines[0].ranks, engines[0].device.device
-    engines[0].executor.together("load_state_dict of the optimizer")
+    if engines and engines[0].ranks.size > 1:
+        engines[0].executor.together("load_state_dict of the optimizer")
+    for ranks in same_model(engines[0].ranks, engines[0].others) if engines else ():
+        states = _broadcast(ranks, states, engines[0].device.device)
+    return states
+
+
+def _broadcast(ranks: Ranks, states: dict[int, dict[str, Any]], device: torch.device) -> dict[int, dict[str, Any]]:
     outline = {
         number: {name: _Outline(value.shape, value.dtype) if _is_large(value) else value for name, value in entry.items()}
         for number, entry in states.items()
@@ -96,8 +113,8 @@ def check_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]],
     if unknown:
         raise ValueError(f"the optimizer state has parameter {unknown[0]}, but this optimizer has only {len(params)}")
     for _, group, members in _by_group(optimizer):
-        for number, _, slot in members:
-            entry, shape = states.get(number), group.layout.slots[slot].shape
+        for number, param, slot in members:
+            entry, shape = states.get(number), param.shape
             if entry is None:
                 continue
             name = group.layout.slots[slot].name
@@ -143,6 +160,8 @@ def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, A
 
 def put_whole_state(group: Group, slot: int, target: torch.Tensor, value: torch.Tensor | float) -> None:
     """Sets this rank's part of a parameter's state to a part of the whole value, or to one number."""
+    if isinstance(value, torch.Tensor):
+        value = local_part_of(group.params[slot], value)
     for segment in group.owned_segments():
         if segment.slot == slot:
             span = target[segment.shard_start : segment.shard_start + segment.numel]

@@ -1,16 +1,19 @@
 """What is to be predicted: a model, a plan and a workload, as the engine would set them up on one rank."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from unwall.planner.outline import Outline, Stretch
-from unwall.plans import Plan
+from unwall.plans import Plan, PlanError
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
-from unwall.shards.build import plan_groups, sizes_of
+from unwall.shards.arrange import Planned, fitting
+from unwall.shards.build import Room, plan_groups, sizes_of
 from unwall.shards.grouping import Unit
 from unwall.shards.layout import Layout
 from unwall.shards.placement import Home, Sizes, device_bytes_of, disk_bytes_of, host_bytes_of, place
+from unwall.shards.tiles import forced
 
 Keeping = Literal["keep", "recompute", "host"]
 """What happens to activations: all kept, only each block's input kept, or that one sent to the host."""
@@ -106,11 +109,20 @@ def make_job(
 
     The rooms are what this rank may use, where the plan itself says nothing.
     """
-    planned = plan_groups(outline.module, plan, ranks)
+    planned = _planned(outline, plan, ranks, Room(device_room_bytes, host_room_bytes))
     sizes = sizes_of(planned, plan, ranks)
     homes = place(sizes, plan, device_room_bytes, host_room_bytes)
     shadowed = _shadowed(sizes, homes, workload, host_room_bytes)
     return Job(outline, plan, ranks, workload, tuple(planned), tuple(sizes), tuple(homes), shadowed)
+
+
+def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
+    """Groups, with tiles where ``shard`` would cut parameters."""
+    largest, room_bytes = outline.largest_tileable_numel * plan.compute_dtype.itemsize, room.device_bytes
+    if plan.tiles is not None or (room_bytes is not None and 4 * largest > room_bytes):
+        with suppress(PlanError):  # what is missing is for the caller to see
+            return fitting(outline.module, plan, ranks, room, forced(outline.module, plan))[0]
+    return plan_groups(outline.module, plan, ranks)
 
 
 def shadow_bytes(size: Sizes) -> int:

@@ -6,14 +6,16 @@ the last to the first. A model that registers its modules in another order than 
 trained right all the same: the engine watches.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from unwall.planner.description import Description, Part, chosen_share, from_module, units
 from unwall.shards.grouping import Unit
+from unwall.shards.tiles import tileable
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,31 @@ class Outline:
     module: nn.Module
     description: Description
     operators: tuple[Operator, ...]
+    tiles: int = 0
+    """Into how many tiles the largest matrix of a description is cut. 0: a real module, which is cut as ``shard`` does it."""
+    ignore: Callable[[str, nn.Parameter], bool] | None = None
+    """As in ``Plan``: parameters that are left alone."""
+
+    @property
+    def ignored_bytes(self) -> int:
+        """What the parameters that are left alone take on the device, whole: their values and, trained, their gradients."""
+        named = self.module.named_parameters() if self.ignore is not None else ()
+        left = [param for name, param in named if self.ignore is not None and self.ignore(name, param)]
+        return sum(param.numel() * param.element_size() * (1 + param.requires_grad) for param in left)
+
+    @cached_property
+    def largest_tileable_numel(self) -> int:
+        """Elements of the largest parameter that can be read in tiles."""
+        return max((param.numel() for param in tileable(self.module).values()), default=0)
 
     def stretches(self, groups: Sequence[Unit]) -> list[Stretch]:
         """The model's forward as runs of operators over these groups. See [Note: order]."""
-        place = {id(entry.param): index for index, unit in enumerate(groups) for entry in unit.entries}
         found: list[Stretch] = []
-        for operator in self.operators:
-            read = tuple(sorted({place[id(param)] for param in operator.params}))
-            numel = sum(param.numel() for param in operator.params)
-            step = Stretch(read, numel, operator.active_numel, operator.pair_flops, operator.block)
+        for step in self._steps(groups):
+            read, numel = step.groups, step.numel
+            if not read:  # all of it is left alone
+                read = found[-1].groups if found else (0,)
+                step = replace(step, groups=read)
             if found and (found[-1].groups, found[-1].block) == (read, step.block):
                 step = Stretch(
                     read,
@@ -72,6 +90,24 @@ class Outline:
                 found.pop()
             found.append(step)
         return found
+
+    def _steps(self, groups: Sequence[Unit]) -> Iterator[Stretch]:
+        """One for each operator or, where it reads a parameter in tiles, for each of those."""
+        places: dict[int, list[int]] = {}
+        for index, unit in enumerate(groups):
+            for entry in unit.entries:
+                places.setdefault(id(entry.param), []).append(index)
+        for operator in self.operators:
+            params = [param for param in operator.params if id(param) in places]  # the others are left alone
+            whole = {places[id(param)][0] for param in params if len(places[id(param)]) == 1}
+            tiles = [index for param in params if len(places[id(param)]) > 1 for index in places[id(param)]]
+            numel = sum(param.numel() for param in params)
+            if not tiles:
+                yield Stretch(tuple(sorted(whole)), numel, operator.active_numel, operator.pair_flops, operator.block)
+            for index in tiles:
+                read, share = tuple(sorted({*whole, index})), 1 / len(tiles)
+                active, pairs = operator.active_numel * share, operator.pair_flops * share
+                yield Stretch(read, round(numel * share), active, pairs, operator.block)
 
 
 def outline_of(module: nn.Module, name: str | None = None) -> Outline:
@@ -128,7 +164,7 @@ def skeleton(description: Description, tiles: int = 1) -> Outline:
                 module.add_module(f"{number}_{part.name}", holder)
         if repeats is not None:
             module.add_module(part.name.replace(".", "_"), repeats)
-    return Outline(module, description, tuple(operators))
+    return Outline(module, description, tuple(operators), tiles)
 
 
 def _hold(part: Part, limit: int, block: int | None) -> tuple[nn.Module, list[Operator]]:

@@ -8,11 +8,12 @@ import torch
 
 from unwall.planner.candidates import DEVICE_SHARE, Allowance, Candidate, Short, build, device_room, shortage
 from unwall.planner.hardware import Hardware
-from unwall.planner.outline import Outline
+from unwall.planner.outline import Outline, skeleton
 from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.sizes import format_bytes, readable_bytes, written_bytes
 
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)
+MORE_TILES = (2, 4, 8, 16, 32, 64)
 
 
 def remedies(
@@ -30,6 +31,7 @@ def remedies(
         found += [*_host(place, hardware, ranks, allowance, lack), *_ranks(place, ranks, allowance, lack)]
     if allowance.directory is None or not allowance.disk_bytes:
         found += _disk(place, ranks, allowance, lack)
+    found += _tiles(place, outline, ranks, allowance, dtype)
     return [*found, *_device(place, ranks, allowance, lack), *_shorter(place, ranks, allowance, lack)]
 
 
@@ -97,6 +99,18 @@ def _disk(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Ite
     short = lack(spill, ranks, dataclasses.replace(given, disk_bytes=0))
     if isinstance(short, Short):
         yield f"a disk with {format_bytes(short.needed_bytes)} per rank: disk='/path/on/a/fast/drive'"
+
+
+def _tiles(place: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> Iterator[str]:
+    """A real module is cut as far as that helps already."""
+    if device_room(place, outline, allowance) <= 0 or not outline.tiles:
+        return
+    for tiles in MORE_TILES:
+        if tiles <= outline.tiles:
+            continue
+        if shortage(build(place, skeleton(outline.description, tiles), ranks, allowance, dtype)[1], allowance) is None:
+            yield f"the largest matrices in {tiles} tiles (tiles={tiles}; unwall.shard cuts them by itself)"
+            return
 
 
 def _device(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:

@@ -94,10 +94,7 @@ def _problems(run: Run) -> str:
 def _curves(run: Run) -> str:
     tested = [(float(line["step"]), float(line["loss"])) for line in run.evaluations if _both(line, "step", "loss")]
     curves = [Curve("loss", "c0", run.values("loss")), Curve("evaluation", "c1", tested, dots=True)]
-    plain = run.field("plain_losses")  # the demo's
-    if isinstance(plain, list):
-        beside = [(float(number), float(value)) for number, value in enumerate(plain, 1) if is_number(value)]
-        curves.append(Curve("plain PyTorch", "c3", beside))
+    curves.append(Curve("plain PyTorch", "c1 thin", run.values("plain_loss"), dots=True))  # the demo's
     found = chart("Loss", curves, shown=lambda value: f"{value:.4g}")
     predicted, tokens = run.number("prediction", "tokens_per_s"), _median(line.get("tokens") for line in run.steps)
     bound_s = run.number("prediction", "bound_s")
@@ -127,8 +124,9 @@ def _memory(run: Run) -> str:
             if value:
                 levels.append(Level(name, "c2" if name == "predicted" else "c7", value))
         found += chart(tier.capitalize(), curves, levels, shown=_bytes, from_zero=True, unit=_unit(curves, levels))
-    links = sorted({link for line in run.steps for link in line.get("stall_seconds") or {}})
-    waits = [Curve(link, f"c{number % 8}", run.values("stall_seconds", link)) for number, link in enumerate(links)]
+    stalled = [line["stall_seconds"] for line in run.steps if isinstance(line.get("stall_seconds"), dict)]
+    links = sorted({str(link) for line in stalled for link in line})
+    waits = [Curve(link, f"c{number % 8}", run.values("stall_seconds", link, 0.0)) for number, link in enumerate(links)]
     found += chart("Waiting for each link, seconds per step", waits, shown=lambda value: f"{value:.3g} s", from_zero=True)
     return f'<div class="grid2">{found}</div>' if found else ""
 

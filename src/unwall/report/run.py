@@ -32,13 +32,14 @@ class Run:
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
 
-    def values(self, name: str, part: str | None = None) -> list[tuple[float, float]]:
-        """``(step, value)`` of a field, or of a part of one that is an object, wherever it is there and finite."""
+    def values(self, name: str, part: str | None = None, missing: float | None = None) -> list[tuple[float, float]]:
+        """``(step, value)`` of a field, or of a part of one that is an object, wherever it is there and finite.
+        ``missing``: what a part that an object does not name stands for."""
         found = []
         for number, line in enumerate(self.steps, 1):
             value = line.get(name)
             if part is not None:
-                value = value.get(part) if isinstance(value, dict) else None
+                value = value.get(part, missing) if isinstance(value, dict) else None
             if value is not None and is_number(value):
                 found.append((step_of(line, number), float(value)))
         return found

@@ -15,6 +15,7 @@ The object, its id, its autograd node and its hooks stay: only ``__class__`` cha
 in a pass.
 """
 
+import functools
 import sys
 import threading
 import weakref
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unwall.runtime.refusals import refuse_reader
+from unwall.shards.local import distributed_like, is_distributed, local
 
 T = torch.Tensor
 
@@ -90,7 +92,7 @@ def keeper_of(param: nn.Parameter) -> Keeper | None:
     found = _keepers.get(param)
     keeper: Keeper | None = found() if found is not None else None
     if keeper is None:  # its model is gone, and its values with it
-        param.__class__ = nn.Parameter
+        param.__class__ = _ABSENT.get(type(param), type(param))
     return keeper
 
 
@@ -156,8 +158,23 @@ class Absent(nn.Parameter):
         if func in OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        refuse_reader(caller)
+        if caller == nn.Parameter.__module__ and func is T.detach:
+            raise RuntimeError(
+                "nn.Parameter(p) of a sharded parameter: a new parameter cannot share its memory. Write "
+                "nn.Parameter(p.detach().clone()), and apply weight_norm and the like before unwall.shard"
+            )
         return _call(func, args, kwargs)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """unwall takes gradients out of ``.grad`` in such a hook, which must stay the last one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = super().register_post_accumulate_grad_hook(hook)
+            hooks = self._post_accumulate_grad_hooks
+            for key in [key for key, known in hooks.items() if getattr(known, "comes_last", False)]:
+                hooks[key] = hooks.pop(key)
+        return handle
 
     @property
     def data(self) -> torch.Tensor:
@@ -165,7 +182,7 @@ class Absent(nn.Parameter):
         keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
-        if keeper is None or type(self) is not Absent:
+        if keeper is None or not is_absent(self):
             return T.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
         value = keeper.lend(self)
         result = value.tensor.data
@@ -177,10 +194,46 @@ class Absent(nn.Parameter):
         keeper = keeper_of(self)
         if keeper is not None and keeper.running:
             keeper.bring(self)
-        if keeper is None or type(self) is not Absent:
+        if keeper is None or not is_absent(self):
             T.data.__set__(self, value)  # type: ignore[attr-defined]
         else:
             keeper.put(self, value)
+
+
+_ABSENT: dict[type, type] = {Absent: nn.Parameter}
+"""The classes of absent parameters, and what they are of otherwise."""
+
+
+def is_absent(value: Any) -> bool:
+    """Whether it is a parameter that no pass shows now."""
+    return type(value) in _ABSENT
+
+
+def plain_class_of(param: nn.Parameter) -> type:
+    """What an absent parameter's class is otherwise."""
+    return _ABSENT[type(param)]
+
+
+def absent_class_of(param: nn.Parameter) -> type[nn.Parameter]:
+    """What a parameter's class is while no pass shows it."""
+    return _absent_dtensor() if is_distributed(param) else Absent
+
+
+@functools.cache
+def _absent_dtensor() -> Any:
+    """``Absent`` for parameters that tensor parallelism has spread. Made where there are any: see ``is_distributed``."""
+    from torch.distributed.tensor import DTensor
+
+    def asking(method: Any) -> Any:
+        """DTensor's own methods read the local part past torch's functions."""
+        return functools.wraps(method)(lambda self, *args, **kwargs: _call(method, (self, *args), kwargs))
+
+    own = ("to_local", "full_tensor", "redistribute", "__repr__")
+    members: dict[str, Any] = {name: asking(getattr(DTensor, name)) for name in own}
+    members |= {name: Absent.__dict__[name] for name in ("__torch_function__", "data")}
+    made = type("AbsentDTensor", (DTensor,), {"__slots__": (), "__doc__": Absent.__doc__, **members})
+    _ABSENT[made] = DTensor
+    return made
 
 
 _describing = threading.local()
@@ -223,7 +276,7 @@ def _described(param: nn.Parameter, shaped: bool) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if shaped:
             return torch.empty(param.shape, dtype=dtype, device="meta")
-        return torch.empty((), dtype=dtype, device=param.device).expand(param.shape)
+        return distributed_like(param, torch.empty((), dtype=dtype, device=param.device).expand(local(param).shape))
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -232,12 +285,12 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
         return _dtype(args[0])
     if func in SHAPED or func in DESCRIBED or (func is T.detach and getattr(_describing, "now", False)):
         shaped = func in SHAPED
-        args, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped), (args, kwargs))
+        args, kwargs = tree_map_only(is_absent, lambda param: _described(param, shaped), (args, kwargs))
         return func(*args, **kwargs)
     if func in LIKE_ANOTHER:
-        rest, kwargs = tree_map_only(Absent, lambda param: _described(param, shaped=False), (args[1:], kwargs))
+        rest, kwargs = tree_map_only(is_absent, lambda param: _described(param, shaped=False), (args[1:], kwargs))
         args = (args[0], *rest)
-    found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is Absent}
+    found = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if is_absent(leaf)}
     lent: dict[int, tuple[nn.Parameter, Value]] = {}
     used: list[torch.Tensor] = []  # so that one value is not taken back when the next one is lent
     for param in found.values():
@@ -268,7 +321,7 @@ def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Par
             tensor = keeper.in_compute_dtype(param, tensor)
         with torch._C.DisableTorchFunctionSubclass():
             given[key] = _Bring.apply(param, tensor) if link and param.requires_grad else tensor
-    args, kwargs = tree_map_only(Absent, lambda param: given.get(id(param), param), (args, kwargs))
+    args, kwargs = tree_map_only(is_absent, lambda param: given.get(id(param), param), (args, kwargs))
     result = func(*args, **kwargs)
     back: dict[int, nn.Parameter] = {id(given[key]): param for key, (param, _) in lent.items()}
     if func in POINTERS:
@@ -288,15 +341,15 @@ def _with_values(func: Any, args: Any, kwargs: Any, lent: dict[int, tuple[nn.Par
 
 def shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in the same storage."""
-    if tensor.layout is not torch.strided or type(tensor) is Absent:
+    if tensor.layout is not torch.strided or is_absent(tensor):
         return False
-    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return bool(local(tensor).untyped_storage()._cdata == local(other).untyped_storage()._cdata)
 
 
 def _compute_dtypes(args: Any, kwargs: Any) -> bool:
     """Whether another operand is in a narrow dtype."""
     return any(
-        isinstance(leaf, torch.Tensor) and type(leaf) is not Absent and leaf.dtype in (torch.bfloat16, torch.float16)
+        isinstance(leaf, torch.Tensor) and not is_absent(leaf) and leaf.dtype in (torch.bfloat16, torch.float16)
         for leaf in tree_leaves((args, kwargs))
     )
 

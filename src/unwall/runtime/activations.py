@@ -1,33 +1,114 @@
-"""What a plan asks for activations: kept, computed again in backward, or moved to the host meanwhile.
+"""What a plan asks for activations: kept, computed again in backward, moved to the host meanwhile, or whatever is fastest.
 
 With ``"host"`` the repeated blocks are recomputed from their inputs, and those inputs wait on the host. In a model without such
-blocks everything that autograd saves does: that is far more than a link carries while it is computed.
+blocks everything that autograd saves does: that is far more than a link carries while it is computed. ``"auto"`` decides for
+each block (runtime/auto.py).
 """
 
+import functools
 import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from unwall.runtime.activation_room import ActivationRoom
+from unwall.runtime.auto import Auto
+from unwall.runtime.block_call import BlockCall
+from unwall.runtime.card import CountedCard, card_of
 from unwall.runtime.engine import Engine
-from unwall.runtime.recompute import recompute_blocks
+from unwall.runtime.recompute import recompute_blocks, repeated_blocks
 from unwall.runtime.saved_on_host import SavedOnHost
+from unwall.runtime.sequence_tiles import Tiles
+from unwall.schedule.limit import Limit
 
 
 def arrange_activations(engine: Engine, model: nn.Module) -> None:
     """Does what the plan says. ``"keep"`` is what autograd does anyway."""
-    kind = engine.plan.activations
+    kind, tiles = engine.plan.activations, engine.plan.sequence_tiles
+    if tiles is not None:
+        Tiles(model, tiles)
+    if kind == "auto":
+        decide_by_measuring(engine, model)
     if kind in ("recompute", "host"):
         found = recompute_blocks(model)
         if kind == "recompute" and not found:
             _say_nothing_is_recomputed(model)
     if kind == "host":
-        saved, staying = engine.forward.saved, engine.staying
+        engine.forward.saved.layers.append(_mover(engine))
 
-        def is_state(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage()._cdata in staying or saved.group_of(tensor) is not None
 
-        saved.layers.append(SavedOnHost(engine.tiers.links, engine.tiers.host, engine.device.device, is_state))
+def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
+    """``"auto"``. Without an accelerator and without ``device_bytes`` there is nothing to fill, and everything is kept."""
+    ledger, device = engine.device.ledger, engine.device.device
+    blocks = list(dict.fromkeys(block for name, block in repeated_blocks(model) if not _inside_compiled(model, name)))
+    if not blocks or (engine.plan.budget_device_bytes is None and device.type != "cuda"):
+        return
+    if getattr(model, "is_gradient_checkpointing", False):
+        warnings.warn(f"{type(model).__name__} checkpoints already, so Plan(activations='auto') leaves it alone", stacklevel=4)
+        return
+
+    owner = weakref.ref(engine)
+
+    def room(held: Callable[[], int]) -> ActivationRoom:
+        engine = owner()
+        assert engine is not None
+        budget = engine.plan.budget_device_bytes
+        card = card_of(budget, device, lambda: ledger.live_bytes, held)
+        counted = isinstance(card, CountedCard)
+        if budget is not None and any(group.fetch_bytes for group in engine.groups):
+            engine.executor.keep_within(Limit(card, lambda: ledger.live_bytes, engine.least_device_bytes, counted=counted))
+        return ActivationRoom(card, lambda: ledger.live_bytes, engine.least_device_bytes, counted=counted)
+
+    mover = _mover(engine)
+    mover.active = False
+    auto = engine.activations = Auto(engine, len(blocks), room, mover, _is_state(engine))
+    if engine.plan.sequence_tiles is None and device.type == "cuda":
+        auto.tiles = Tiles(model)
+    for number, block in enumerate(blocks):
+        if block._compiled_call_impl is None:
+            block.forward = _decided(auto, number, BlockCall(block, block.forward, device))
+        else:
+            block._compiled_call_impl = _decided(auto, number, BlockCall(block, block._compiled_call_impl, device))
+
+
+def _decided(auto: Auto, number: int, block: BlockCall) -> Callable[..., Any]:
+    """The same forward, whose activations are kept, moved or computed again."""
+
+    @functools.wraps(block.forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return block.forward(*args, **kwargs)
+        return auto.call(number, block, args, kwargs)
+
+    return run
+
+
+def _is_state(engine: Engine) -> Callable[[torch.Tensor], bool]:
+    """Which tensors are views of parameters."""
+    saved = engine.forward.saved
+    staying = engine.staying
+
+    def is_state(tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in staying or saved.group_of(tensor) is not None
+
+    return is_state
+
+
+def _mover(engine: Engine) -> SavedOnHost:
+    return SavedOnHost(engine.tiers.links, engine.tiers.host, engine.device.device, _is_state(engine))
+
+
+def _inside_compiled(model: nn.Module, name: str) -> bool:
+    """Whether a module above this one is compiled, which then runs as one."""
+    above = name.split(".")[:-1]
+    return any(_is_compiled(model.get_submodule(".".join(above[:depth]))) for depth in range(len(above) + 1))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _say_nothing_is_recomputed(model: nn.Module) -> None:

@@ -15,8 +15,9 @@ from unwall.schedule.limit import Limit
 from unwall.shards.arrange import arrange
 from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import Others
 from unwall.shards.grouping import Cuts, uncut
-from unwall.shards.placement import Home, Sizes, least_device_bytes
+from unwall.shards.placement import Home, Sizes, host_bytes_of, host_working_bytes, least_device_bytes
 from unwall.tiers.tiers import Tiers
 
 
@@ -28,18 +29,20 @@ def assemble(
     make_tiers: Callable[[list[Sizes], list[Home]], Tiers],
     whole_value: Callable[[nn.Parameter], torch.Tensor | None],
     cuts: Cuts = uncut,
+    others: Others | None = None,
 ) -> Engine:
     """Shards a model in place. PlanError, before anything is allocated, where the plan does not fit ``room``.
 
     ``make_tiers`` is told what the groups take and where they will live. ``whole_value`` gives a parameter's value, or None
     where there is none yet. ``cuts`` says which parameters lie in several slots.
+    ``others``: the ranks of other dimensions of the mesh.
     """
     planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     for group, size in zip(groups, sizes, strict=True):
         group.at_once_bytes = size.at_once_bytes
-    engine = Engine(plan, groups, gradients, tiers, ranks)
+    engine = Engine(plan, groups, gradients, tiers, ranks, others)
     keep_within_card(engine, sizes, homes)
     install(engine, model)
     interrupts.install()
@@ -49,7 +52,12 @@ def assemble(
 def keep_within_card(engine: Engine, sizes: list[Sizes], homes: list[Home]) -> None:
     """Where the plan has no ``device_bytes``, what is fetched stays as far as the card has room for it."""
     device, limit = engine.tiers.device, None
+    held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
+    engine.least_host_bytes = held + host_working_bytes(sizes, homes)
+    engine.least_device_bytes = least_device_bytes(sizes, homes)
     probe = probe_of(device.device)
     if engine.plan.budget_device_bytes is None and probe is not None and any(group.fetch_bytes for group in engine.groups):
-        limit = Limit(probe, lambda: device.ledger.live_bytes, least_device_bytes(sizes, homes))
+        limit = Limit(probe, lambda: device.ledger.live_bytes, engine.least_device_bytes)
     engine.executor.keep_within(limit)
+    if engine.activations is not None:
+        engine.activations.measure_anew()

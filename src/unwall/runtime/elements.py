@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from unwall.runtime.places import Place
 from unwall.shards.group import Group
+from unwall.shards.local import distributed_like, local_part_of
 
 if TYPE_CHECKING:
     from unwall.runtime.engine import Engine
@@ -26,8 +28,18 @@ class Part(NamedTuple):
     """A flat view of the state."""
 
 
+def param_of(engine: "Engine", places: tuple[Place, ...]) -> nn.Parameter:
+    """The parameter that lies there."""
+    return engine.groups[places[0].group].params[places[0].slot]
+
+
 def shape_of(engine: "Engine", places: tuple[Place, ...]) -> torch.Size:
-    """The shape of the parameter that lies there."""
+    """The shape of the parameter that lies there: all of it, over tensor ranks, too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param_of(engine, places).shape
+
+
+def _local_shape(engine: "Engine", places: tuple[Place, ...]) -> torch.Size:
     return engine.groups[places[0].group].layout.slots[places[0].slot].shape
 
 
@@ -60,8 +72,13 @@ def part_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> torch
 
 
 def whole_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> torch.Tensor:
-    """Every element, on the device, in memory of its own. Where ranks keep parts all of them call it together."""
-    shape, device = shape_of(engine, places), engine.device.device
+    """Every element, on the device, in memory of its own: a DTensor for a parameter that is one. Where ranks keep parts all of
+    them call it together."""
+    return distributed_like(param_of(engine, places), _whole_of(engine, places, run_of))
+
+
+def _whole_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> torch.Tensor:
+    shape, device = _local_shape(engine, places), engine.device.device
     if is_local(engine, places) and len(places) == 1:
         (part,) = parts_of(engine, places, run_of) if shape.numel() else (Part(0, run_of(engine.groups[places[0].group])[:0]),)
         return part.values.to(device, copy=True).view(shape)
@@ -76,7 +93,7 @@ def whole_of(engine: "Engine", places: tuple[Place, ...], run_of: RunOf) -> torc
 
 def put(engine: "Engine", places: tuple[Place, ...], run_of: RunOf, value: torch.Tensor) -> None:
     """Takes this rank's part of a whole value."""
-    flat = value.reshape(-1)
+    flat = local_part_of(param_of(engine, places), value).reshape(-1)
     for start, values in parts_of(engine, places, run_of):
         values.copy_(flat[start : start + values.numel()])
 

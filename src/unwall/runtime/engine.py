@@ -19,14 +19,17 @@ from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
 from unwall.runtime.onlooker import Onlooker
 from unwall.runtime.places import find_places
+from unwall.runtime.replicas import Replicas
 from unwall.runtime.shown import Shown
 from unwall.runtime.turns import Turn, alone
 from unwall.schedule.agreement import Agreement
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import Others
 from unwall.shards.feign import Feigned
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
+from unwall.shards.local import copies_of, local
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.meter import LinkMeter
 from unwall.tiers.tiers import Tiers
@@ -40,15 +43,41 @@ class Speculated:
     missed: int = 0
 
 
+@dataclass(frozen=True)
+class ActivationStats:
+    """What became of the activations of the model's blocks in the last pass, as ``Plan(activations="auto")`` measured it."""
+
+    kept_bytes: int = 0
+    """Held on the device from forward to backward, the inputs of recomputed blocks among them."""
+    moved_bytes: int = 0
+    """Sent to the host, and back."""
+    recomputed_bytes: int = 0
+    """Computed again in backward."""
+    survived: int = 0
+    """Forwards of blocks that ran again after an out-of-memory, since the model was sharded."""
+
+
 class Engine:
     """Everything unwall knows about one sharded model."""
 
-    def __init__(self, plan: Plan, groups: list[Group], gradients: list[Gradient], tiers: Tiers, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        groups: list[Group],
+        gradients: list[Gradient],
+        tiers: Tiers,
+        ranks: Ranks,
+        others: Others | None = None,
+    ) -> None:
         self.plan = plan
         self.groups = groups
         self.gradients = gradients
         self.tiers = tiers
         self.ranks = ranks
+        self.others = Others() if others is None else others
+        """The ranks of other dimensions of the mesh."""
+        self.replicas = None if self.others.replicas is None else Replicas(self.others.replicas)
+        self._count_copies(groups)
         self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
@@ -71,6 +100,12 @@ class Engine:
             self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out, self.turn
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
+        self.least_device_bytes = 0
+        """What states need on the device in any case."""
+        self.least_host_bytes = 0
+        """The same on the host."""
+        self.activations: Any = None
+        """Who decides about activations (runtime/auto.py), if anybody does. Told when a pass with gradients begins."""
         self.version = 0
         """Counts changes of the parameters' values."""
         self.edges: list[Callable[[], None]] = []
@@ -128,6 +163,16 @@ class Engine:
     def device(self) -> DeviceTier:
         return self.tiers.device
 
+    @property
+    def everyone(self) -> Ranks:
+        """All ranks of the mesh."""
+        return self.ranks if self.others.everyone is None else self.others.everyone
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank gets what is whole."""
+        return self.ranks.rank == 0 and self.others.is_first
+
     # -- optimizers that come and go ----------------------------------------------------------------------------------
 
     def listen(self, reduced: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
@@ -161,9 +206,9 @@ class Engine:
 
     def _hand_out(self) -> None:
         """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
-        for index in self.executor.take_reduced():
+        for index in self.executor.take_reduced() if self.replicas is None else ():
             self._tell(self.listeners, index)
-        if not self.backward.running:
+        if not self.backward.running and self.forward.long is None:
             self.shown.show()
 
     def free_discarded(self) -> None:
@@ -181,6 +226,8 @@ class Engine:
             self.look_again(self)
         if self.unwritten:
             raise RuntimeError(self._never_loaded())
+        if self.activations is not None and torch.is_grad_enabled():
+            self.activations.begin_pass()
 
     def _never_loaded(self) -> str:
         names = list(self.unwritten.values())
@@ -193,7 +240,7 @@ class Engine:
     def is_reshaped(self, param: nn.Parameter) -> bool:
         """Whether a parameter was given data of another shape than it has in its group."""
         place = self.places[id(param)][0]
-        return param.shape != self.groups[place.group].layout.slots[place.slot].shape
+        return local(param).shape != self.groups[place.group].layout.slots[place.slot].shape
 
     def set_aside(self, param: nn.Parameter) -> None:
         """A parameter of another shape leaves its group, where something nobody uses takes its place. The next look at the
@@ -209,11 +256,16 @@ class Engine:
         self.groups += groups
         self.gradients += gradients
         self._names += [group.name for group in groups]
+        self._count_copies(groups)
         self.places.update(find_places(groups))
         self.executor.grown()
         self.backward.grown()
         self.forward.saved.follow(groups)
         self.staying.update(group.buffer.key for group in groups if not group.evictable)
+
+    def _count_copies(self, groups: list[Group]) -> None:
+        for group in groups:
+            group.copies = copies_of(group.params[0], self.others.tensor_size)
 
     def edge(self) -> None:
         """Everything that was written to parameters outside a pass is in the master. For whoever reads or writes masters."""
@@ -237,6 +289,8 @@ class Engine:
                 self.executor.reduce(index)
         self.executor.end_step(meet=self._check_landed())
         self.settle()
+        if self.replicas is not None:
+            self.replicas.average(self)
 
     def _check_landed(self) -> bool:
         """Gradients on their way to a disk may not arrive on some rank. Then the step fails on all of them, before anything is
@@ -288,6 +342,18 @@ class Engine:
                 self.loss_scale = 1.0
         else:
             gradient.forget(slots)
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Several forwards and backwards, in an order that repeats, are one pass: a step of a pipeline's schedule. ``.grad``
+        shows nothing before its end."""
+        self.shown.hide_for_a_while()
+        self.forward.long = 0
+        try:
+            yield
+        finally:
+            self.forward.long = None
+        self.shown.show()
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 
 from unwall.runtime.elements import is_local, part_of, parts_of, put, put_part, whole_of
 from unwall.runtime.places import Place
+from unwall.shards.dimensions import greatest
 from unwall.shards.group import Group
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class GradientAccess:
         engine = self.engine
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError("gradients cannot be read or changed while backward runs: do it when backward has ended")
-        if engine.ranks.size > 1 and not engine.executor.agreement.settled:
+        if engine.replicas is not None or (engine.ranks.size > 1 and not engine.executor.agreement.settled):
             engine.flush()
         else:
             engine.settle()
@@ -121,7 +122,7 @@ class GradientAccess:
 
     def norm(self, places: Places, order: float) -> torch.Tensor:
         """The norm of one gradient, in its dtype, as torch computes it where this rank has all of it."""
-        if not is_local(self.engine, places) or self.engine.loss_scale != 1.0:
+        if not is_local(self.engine, places) or self.engine.loss_scale != 1.0 or self.engine.others.tensor:
             return self.norms(order)[places]
         value = next(self.parts(places), None) if len(places) == 1 else None
         value = part_of(self.engine, places, self._read) if value is None else value
@@ -150,19 +151,32 @@ class GradientAccess:
             every[engine.ranks.rank] = total
             engine.ranks.merge(every.view(-1))
             total = every.amax(0) if math.isinf(order) else every.sum(0)
+        if engine.others.tensor and found:
+            total = self._over_tensor_ranks(found, total, order)
         values = total if math.isinf(order) else total.pow(1.0 / order)
         values = values / engine.loss_scale
         norms = {places: value.to(self._dtype(places)) for places, value in zip(found, values, strict=True)}
         self._norms = (state, norms)
         return norms
 
+    def _over_tensor_ranks(self, found: list[Places], total: torch.Tensor, order: float) -> torch.Tensor:
+        """Each element of a parameter that tensor ranks share is counted once."""
+        if math.isinf(order):
+            for dimension in self.engine.others.tensor:
+                total = greatest(dimension.ranks, total)
+            return total
+        copies = [float(self.engine.groups[places[0].group].copies) for places in found]
+        return self.engine.others.sum_over_tensor_ranks(total / torch.tensor(copies, dtype=total.dtype, device=total.device))
+
     def not_finite(self, every: Iterable[Places]) -> bool:
         """Whether a gradient has an element that is not finite, on any rank."""
         own = any(not bool(part.isfinite().all()) for places in every for part in self.parts(places))
-        if self.engine.ranks.size == 1:
-            return own
-        self.engine.together("GradScaler's look for inf")
-        return any(self.engine.ranks.every(own))
+        if self.engine.ranks.size > 1:
+            self.engine.together("GradScaler's look for inf")
+            own = any(self.engine.ranks.every(own))
+        for dimension in self.engine.others.beyond:
+            own = any(dimension.ranks.every(own))
+        return own
 
     def take_scale_out(self, scale: float) -> None:
         """The loss of these gradients was multiplied with ``scale``: ``step`` takes it out, and what is shown is without it."""

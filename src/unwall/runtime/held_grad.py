@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from unwall.runtime.elements import shape_of
 from unwall.runtime.gradients import GradientAccess
 from unwall.runtime.places import Place
 
@@ -73,7 +74,7 @@ class HeldGrad(torch.Tensor):
     def make(access: GradientAccess, places: tuple[Place, ...], marks: dict[Any, object]) -> "HeldGrad":
         """For the parameter that lies there: its shape, compute dtype and device."""
         layout = access.engine.groups[places[0].group].layout
-        outline = torch.empty(layout.slots[places[0].slot].shape, dtype=layout.dtype, device="meta")
+        outline = torch.empty(shape_of(access.engine, places), dtype=layout.dtype, device="meta")
         made = _wrapper(outline, access.engine.device.device)
         made.access, made.places, made.marks, made.views = weakref.ref(access), places, marks, ()
         made.mark, made.incoming = marks[places], None

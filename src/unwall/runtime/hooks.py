@@ -129,7 +129,7 @@ class Watched(dict[str, Any]):
         return param
 
     def __setitem__(self, name: str, param: Any) -> None:
-        if isinstance(param, torch.Tensor) and is_distributed(param):
+        if isinstance(param, torch.Tensor) and id(param) not in self._places and is_distributed(param):
             raise RuntimeError(
                 f"parameter {name} of a sharded model would become a DTensor: fully_shard and tensor parallelism cannot be "
                 "applied on top of unwall.shard, which partitions the model already"
@@ -212,7 +212,8 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
     own = tuple(param for param in _own(module, unit) if id(param) in engine.places)
     own = tuple(param for param in own if len(engine.places[id(param)]) == 1)  # not those in tiles: see runtime/tiling.py
     groups = tuple(dict.fromkeys(place.group for param in own for place in engine.places[id(param)]))
-    unseen = own if unit or isinstance(module, nn.RNNBase) else ()
+    # What tensor parallelism has spread may be taken out of the mapping at once, past all that watches it.
+    unseen = own if unit or isinstance(module, nn.RNNBase) or any(map(is_distributed, own)) else ()
     tied = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter) and hook.engine is engine]
     for enter in tied:
         enter.aim(groups, unseen, casts)

@@ -28,6 +28,7 @@ from unwall.native.memory import HostMemory
 from unwall.runtime.load_check import digest_of
 from unwall.shards.collectives import Ranks
 from unwall.shards.control import DivergedError
+from unwall.shards.local import local
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.sizes import align_up
 
@@ -335,4 +336,4 @@ def whole_value(param: nn.Parameter) -> torch.Tensor | None:
         value = page.value(like)
         assert isinstance(value, torch.Tensor)
         return value
-    return None if param.is_meta else param.data
+    return None if param.is_meta else local(param.data)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.runtime.absent import IN_PLACE_OPERATORS, Absent, keeper_of
+from unwall.runtime.absent import IN_PLACE_OPERATORS, is_absent, keeper_of, plain_class_of
 
 T = torch.Tensor
 
@@ -54,5 +54,5 @@ for _name in (*(name for name in dir(T) if name.endswith("_") and not name.start
 
 def become_plain(param: nn.Parameter) -> None:
     """For whoever shows a parameter something."""
-    if isinstance(param, Absent | Near):
-        object.__setattr__(param, "__class__", nn.Parameter)
+    if is_absent(param) or isinstance(param, Near):
+        object.__setattr__(param, "__class__", nn.Parameter if isinstance(param, Near) else plain_class_of(param))

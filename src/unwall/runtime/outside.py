@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from unwall.runtime.absent import Absent, keep
+from unwall.runtime.absent import absent_class_of, keep
 from unwall.runtime.engine import Engine
 from unwall.runtime.near import Near
 from unwall.runtime.tiled_functions import compute
@@ -31,6 +31,7 @@ from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
 from unwall.shards.flat import storage_uses
 from unwall.shards.group import Group
+from unwall.shards.local import distributed_like, is_distributed, local, local_part_of
 from unwall.shards.master import rounded
 from unwall.shards.states import REMAINDER
 
@@ -48,10 +49,10 @@ class Lent:
         """``Engine.version`` when it was read: the value is the parameter's as long as that stays."""
         self.warned = False
         self._kept = self._wrote = False
-        self._seen = tensor._version
+        self._seen = _version(tensor)
         self._twins: list[tuple[torch.Tensor, int]] = []
         self._aliases: list[weakref.ref[torch.Tensor]] = []
-        self._own_uses = storage_uses(tensor)
+        self._own_uses = storage_uses(local(tensor))
         self._sums = _sums(tensor) if tensor.device.type == "cpu" else None  # a numpy array may be made without our seeing it
 
     def handed_out(self, result: torch.Tensor, counter: bool = False) -> None:
@@ -63,7 +64,7 @@ class Lent:
             if len(self._twins) >= MOST_TWINS and len(self._aliases) == 1 and not self._held_by_more_than(1):
                 self._wrote |= self._counted
                 self._twins.clear()
-            self._twins.append((result.detach(), result._version))  # shares the counter, and outlives what it counts for
+            self._twins.append((result.detach(), _version(result)))  # shares the counter, and outlives what it counts for
 
     def keep(self) -> None:
         """The user has got something that shares the memory without being a tensor: taken back at the next edge."""
@@ -73,7 +74,7 @@ class Lent:
 
     @property
     def _counted(self) -> bool:
-        return self.tensor._version != self._seen or any(tensor._version != seen for tensor, seen in self._twins)
+        return _version(self.tensor) != self._seen or any(_version(tensor) != seen for tensor, seen in self._twins)
 
     @property
     def written(self) -> bool:
@@ -85,7 +86,7 @@ class Lent:
         """The same where nothing counts what is written: at an address, or in a numpy array."""
         if self.written or self._sums is None:
             return self.written
-        uncounted = self._kept or not self.tensor.untyped_storage().resizable()
+        uncounted = self._kept or not local(self.tensor).untyped_storage().resizable()
         return uncounted and not torch.equal(_sums(self.tensor), self._sums)
 
     @property
@@ -94,7 +95,7 @@ class Lent:
         return self._held_by_more_than(0)
 
     def _held_by_more_than(self, others: int) -> bool:
-        uses = storage_uses(self.tensor)
+        uses = storage_uses(local(self.tensor))
         if uses is None or self._own_uses is None:
             return self.looked_at
         return uses > self._own_uses + len(self._twins) + others
@@ -108,8 +109,13 @@ class Lent:
         """What was written has been taken."""
         self._wrote = False
         self._sums = None if self._sums is None else _sums(self.tensor)
-        self._seen = self.tensor._version
-        self._twins = [(tensor, tensor._version) for tensor, _ in self._twins]
+        self._seen = _version(self.tensor)
+        self._twins = [(tensor, _version(tensor)) for tensor, _ in self._twins]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts what is written: see [Note: two faces of a DTensor] in shards/local.py."""
+    return tensor._version + local(tensor)._version if is_distributed(tensor) else tensor._version
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -117,7 +123,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
     """Two sums that hardly any change leaves as they are: of the bits, and of the values."""
-    flat = tensor.detach().reshape(-1)
+    flat = local(tensor).detach().reshape(-1)
     bits = flat.view(_BITS[tensor.itemsize])
     values = flat if tensor.itemsize > 1 else bits
     return torch.stack((bits.sum(dtype=torch.int64), values.sum(dtype=torch.float64).view(torch.int64)))
@@ -177,16 +183,18 @@ class Outside:
         self._take(but=id(param))
         known = self._lent.get(id(param))
         if known is None or (self._engine.ranks.size > 1 and self._last != id(param)):
-            value = self._reader.read(param)
+            with torch.inference_mode(mode=False), torch.no_grad():  # what is made in inference mode counts no writes
+                value = self._reader.read(param)
             assert value is not None
             if known is None:
+                value = distributed_like(param, value)
                 known = self._lent[id(param)] = Lent(param, value, self._engine.version)
         self._last = id(param)
         return known
 
     def put(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """``param.data = value``."""
-        shape = self._group(param)[0].layout.slots[self._group(param)[1]].shape
+        shape = param.shape
         if not isinstance(value, torch.Tensor) or value.shape != shape:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise RuntimeError(
@@ -194,16 +202,17 @@ class Outside:
                 "model before unwall.shard"
             )
         lent = self.lend(param)
-        if not (value.dtype == lent.tensor.dtype and value.data_ptr() == lent.tensor.data_ptr() and lent.changed):
+        part, held = local_part_of(param, value), local(lent.tensor)
+        if not (part.dtype == held.dtype and part.data_ptr() == held.data_ptr() and lent.changed):
             with torch.no_grad():
-                lent.tensor.copy_(value)
+                held.copy_(part)
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         group, slot = self._group(param)
         return group.dtypes[slot]
 
     def in_compute_dtype(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        return rounded(value, self._group(param)[0].layout.dtype)
+        return distributed_like(param, rounded(local(value), self._group(param)[0].layout.dtype))
 
     # -- taking back --------------------------------------------------------------------------------------------------
 
@@ -242,7 +251,7 @@ class Outside:
         """A changed value goes to the master; the others that are lent stay as good as they were."""
         fresh = [other for other in self._lent.values() if other.version == self._engine.version]
         lent.taken()
-        put_changed(self._engine, lent.param, lent.tensor)
+        put_changed(self._engine, lent.param, local(lent.tensor))
         increment_version(lent.param)
         for other in fresh:
             other.version = self._engine.version
@@ -285,7 +294,8 @@ def watch_outside(engine: Engine) -> None:
     for group in engine.groups:
         if group.faces.away is None:
             engine.outside.follow(group)
-            group.faces.away, group.faces.near = Absent, Near
+            group.faces.away = absent_class_of(group.params[0])
+            group.faces.near = type(group.params[0]) if is_distributed(group.params[0]) else Near
             for slot in range(len(group.params)):
                 group.faces.hide(slot)
             group.faces.is_open = False

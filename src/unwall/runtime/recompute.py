@@ -50,7 +50,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _inside_checkpoint():
+        if not torch.is_grad_enabled() or inside_checkpoint():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -59,11 +59,11 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For forward, and for the forward that is run again."""
-    return nullcontext(), _keep_buffers(block)
+    return nullcontext(), keep_buffers(block)
 
 
 @contextmanager
-def _keep_buffers(block: nn.Module) -> Iterator[None]:
+def keep_buffers(block: nn.Module) -> Iterator[None]:
     """What a block counts in its buffers (the statistics of a batch norm) it has counted in forward already."""
     kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
     try:
@@ -73,7 +73,7 @@ def _keep_buffers(block: nn.Module) -> Iterator[None]:
             buffer.data.copy_(value)
 
 
-def _inside_checkpoint() -> bool:
+def inside_checkpoint() -> bool:
     """Whether a checkpoint of the user's runs this, now or again in backward: then nothing of it is kept anyway."""
     found: FrameType | None = sys._getframe(2)
     while found is not None:

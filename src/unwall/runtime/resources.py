@@ -26,6 +26,8 @@ def room_on(device: torch.device, plan: Plan) -> Room:
     if device_bytes is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         device_bytes = int(free * STATE_SHARE)  # leaves room for activations
+    elif device_bytes is not None and device.type == "cuda" and plan.activations == "auto":
+        device_bytes = int(device_bytes * STATE_SHARE)  # the same: they are part of the budget
     if host_bytes is None and (device.type == "cuda" or plan.directories):
         host_bytes = int(available_bytes() * HOST_SHARE / local_ranks())
     if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):

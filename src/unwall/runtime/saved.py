@@ -27,6 +27,7 @@ from unwall.runtime.stand_ins import StandIns
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
+from unwall.shards.local import distributed_like, local
 
 
 class Layer(Protocol):
@@ -73,6 +74,8 @@ class SavedTensors:
         self.reading = reading
         self.layers: list[Layer] = []
         """What saved tensors go through after the user's hooks, if there are any."""
+        self.seen: Callable[[Any], None] | None = None
+        """Told of each tensor before anything happens to it, in passes that are measured. Set between two passes."""
         self.watching = False
         """A pair of ours is in place."""
         self.stand_ins = StandIns()
@@ -104,11 +107,12 @@ class SavedTensors:
         """The group that comes and goes of which this is a view."""
         if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
             return None  # sparse tensors and their like have no storage of their own
-        return self._flats.get(tensor.untyped_storage()._cdata)
+        return self._flats.get(local(tensor).untyped_storage()._cdata)
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
-        if (not self._streams and not self.layers) or transforms.inside():  # torch.func allows no hooks on saved tensors
+        idle = not self._streams and not self.layers and self.seen is None
+        if idle or transforms.inside():  # torch.func allows no hooks on saved tensors
             return None
         top = default_hooks.top()
         owner = _owner(top)
@@ -153,7 +157,8 @@ class SavedTensors:
         if view is None:
             return value
         storage = self._groups[index].buffer.tensor.untyped_storage()
-        return value.new_empty(0).set_(storage, view.offset, view.shape, view.stride)
+        part = local(value).new_empty(0).set_(storage, view.offset, view.shape, view.stride)
+        return distributed_like(value, part)
 
     def views_of(self, index: int) -> SavedViews:
         """What goes with each view of a group's flat buffer that autograd holds: then it counts as ours."""
@@ -176,6 +181,8 @@ class Pair:
         """The first layer is a checkpoint's. See [Note: stand-ins]."""
 
     def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
+        if self.saved.seen is not None:
+            self.saved.seen(tensor)
         index = self.saved.group_of(tensor)
         stands_in = index is not None and self._checkpoint
         value: Any = self.saved.stand_ins.of(index, tensor) if index is not None and stands_in else tensor

@@ -39,6 +39,9 @@ class Shelf:
     def __init__(self, host: HostTier) -> None:
         self._host = host
         self._free: defaultdict[int, deque[tuple[HostBlock, Done]]] = defaultdict(deque)
+        self.most_bytes: int | None = None
+        """What it may take of the host. None: what the host's ledger allows."""
+        self._taken = 0
         host.ledger.ask_before_refusing(self.clear)
 
     def take(self, nbytes: int) -> "tuple[HostBlock, Done] | None":
@@ -47,10 +50,14 @@ class Shelf:
             return self._free[nbytes].popleft()
         except IndexError:
             pass
+        if self.most_bytes is not None and self._taken + nbytes > self.most_bytes:
+            return None
         try:
-            return self._host.allocate(nbytes, "activations", pinned=True), None
+            block = self._host.allocate(nbytes, "activations", pinned=True)
         except BudgetError:
             return None
+        self._taken += nbytes
+        return block, None
 
     def put(self, block: HostBlock, done: "Done") -> None:
         """From any thread, at any moment: a graph that is dropped gives its blocks back. ``done``: the last copy of it."""
@@ -63,6 +70,7 @@ class Shelf:
                 block, done = blocks.pop()
                 if done is not None:
                     done.synchronize()
+                self._taken -= block.nbytes
                 self._host.free(block)
 
 
@@ -144,12 +152,24 @@ class SavedOnHost:
         self._leaving: deque[tuple[Leaving, weakref.ref[Moved]]] = deque()
         self._leaving_bytes = 0
         self._count = 0
+        self.active = True
+        """Whether what is saved now moves."""
+
+    @staticmethod
+    def flight_of(room_bytes: int) -> int:
+        """What is on its way may take so much of the device, of ``room_bytes`` there."""
+        return min(max(IN_FLIGHT_BYTES, AHEAD_BYTES), max(0, room_bytes // 16))
+
+    def bound(self, room_bytes: int, host_bytes: int) -> None:
+        """Of so much room on the device what is on its way may take a small part. On the host: ``host_bytes``."""
+        self._shelf.most_bytes = host_bytes
+        self._in_flight_bytes = self._ahead_bytes = self.flight_of(room_bytes)
 
     # -- the layer ----------------------------------------------------------------------------------------------------
 
     def pack(self, value: Any, /) -> Any:
         recomputed = torch._C._current_graph_task_id() != -1  # backward uses it at once
-        if recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
+        if not self.active or recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
             return value
         with self._lock:
             moved = self._find(value) or self._send(value)

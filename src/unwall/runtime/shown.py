@@ -21,6 +21,7 @@ from torch import nn
 
 from unwall.runtime.gradients import GradientAccess, Places
 from unwall.runtime.held_grad import HeldGrad
+from unwall.shards.local import local_part_of
 
 if TYPE_CHECKING:
     from unwall.runtime.engine import Engine
@@ -141,6 +142,14 @@ class Shown:
                 if places is not None and self._marks.pop(places, None) is not None:
                     params[places].grad = None
 
+    def hide_for_a_while(self) -> None:
+        """Whoever writes to ``.grad`` meanwhile finds nothing there. ``show`` ends that."""
+        self.adopt()
+        with torch._C.DisableTorchFunctionSubclass():
+            for places in self._marks:
+                self._params[places].grad = None
+        self._marks.clear()
+
     def hide_all(self) -> None:
         self.hide(list(self._marks))
 
@@ -204,7 +213,7 @@ def _checksum(param: nn.Parameter) -> int:
     grad = param.grad
     assert grad is not None
     values = grad.whole() if isinstance(grad, HeldGrad) else grad.detach()
-    values = values.to_dense() if values.is_sparse else values
+    values = local_part_of(param, values.to_dense() if values.is_sparse else values)
     return int(values.contiguous().view(-1).view(torch.uint8).long().mul_(_weights(values)).sum())
 
 

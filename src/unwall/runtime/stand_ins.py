@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from unwall.shards.local import distributed_like, local
+
 
 class View(NamedTuple):
     """Which part of which group's flat buffer a tensor is."""
@@ -31,14 +33,15 @@ class StandIns:
 
     def of(self, group: int, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a view of a group's flat buffer."""
-        view = View(group, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        part = local(tensor)
+        view = View(group, part.dtype, part.shape, part.stride(), int(part.storage_offset()))
         found = self._stand_ins.get(view)
         if found is None:
-            found = torch.zeros((), dtype=view.dtype, device=tensor.device)
+            found = torch.zeros((), dtype=view.dtype, device=part.device)
             self._stand_ins[view] = found
             self._views[found.untyped_storage()._cdata] = view
-        return found.expand(view.shape)
+        return distributed_like(tensor, found.expand(view.shape))
 
     def meant_by(self, tensor: torch.Tensor) -> View | None:
         """What a stand-in stands for. None: it is none."""
-        return self._views.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        return self._views.get(local(tensor).untyped_storage()._cdata) if tensor.layout is torch.strided else None

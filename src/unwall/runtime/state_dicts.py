@@ -7,7 +7,7 @@ ranks compare what they were given, by checksums: tensors that only rank 0 has a
 to rank 0 only), anything else that differs is an error on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,9 @@ from unwall.native import interrupts
 from unwall.runtime.engine import Engine
 from unwall.runtime.load_check import Given, compare, outline_of, wanted_by
 from unwall.runtime.whole import WholeParams, lay_out, put_whole, show_again, whole_dtype
+from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import same_model
+from unwall.shards.local import distributed_like, is_distributed, local, local_part_of
 
 
 class StateDictHooks:
@@ -28,7 +31,8 @@ class StateDictHooks:
         self._strict: bool | None = None  # None: some module outside called, nobody knows what it wants
         self._calls = 0
         self._outermost: nn.Module | None = None
-        self._missing_elsewhere: dict[str, Given] = {}
+        self._missing_elsewhere: list[tuple[Ranks, dict[str, Given]]] = []
+        """What some rank was not given, of each set of ranks that compare what they were given, in their order."""
 
     def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
@@ -84,7 +88,9 @@ class StateDictHooks:
             given = state_dict.get(prefix + name)
             if isinstance(given, torch.Tensor):  # otherwise it is missing
                 dtype = whole_dtype(self.engine, param)
-                lay_out(param, torch.empty(param.shape, dtype=dtype, device=self.engine.device.device))
+                lay_out(param, torch.empty(local(param).shape, dtype=dtype, device=self.engine.device.device))
+                if is_distributed(param) and not is_distributed(given):
+                    state_dict[prefix + name] = distributed_like(param, local_part_of(param, given))
                 self.engine.loading.add(id(param))
 
     @interrupts.defers
@@ -95,7 +101,7 @@ class StateDictHooks:
                 continue
             self.engine.loading.discard(id(param))
             try:
-                put_whole(self.engine, param, param.data)
+                put_whole(self.engine, param, local(param).detach())
             except BaseException as error:
                 self.engine.executor.agreement.fail(error, spoilt=False)
                 raise
@@ -107,20 +113,27 @@ class StateDictHooks:
         """See [Note: loading]."""
         self.engine.executor.together("load_state_dict")
         wanted = wanted_by(module, prefix, self.engine.places)
-        every = self.engine.ranks.every(outline_of(state_dict, prefix, wanted, digests=self.engine.ranks.size > 1))
-        problems = compare(every, wanted, self._strict)
+        sets = same_model(self.engine.ranks, self.engine.others) or [self.engine.ranks]
+        outline = outline_of(state_dict, prefix, wanted, digests=any(ranks.size > 1 for ranks in sets))
+        problems: list[str] = []
+        missing = []
+        for ranks in sets:  # where one set has found problems the others are told, so that all raise
+            every, told = zip(*ranks.every((outline, problems)), strict=True)
+            strict = self._strict if ranks is sets[-1] else None
+            problems = next((known for known in told if known), problems) or compare(every, wanted, strict)
+            lacking = {key: it for key, it in every[0].tensors.items() if any(key not in other.tensors for other in every[1:])}
+            missing.append((ranks, lacking))
+            outline = every[0]
         if problems:
             listed = "\n\t".join(problems)
             raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}, nothing was changed:\n\t{listed}")
-        self._missing_elsewhere = {
-            key: given for key, given in every[0].tensors.items() if any(key not in other.tensors for other in every[1:])
-        }
+        self._missing_elsewhere = [(ranks, lacking) for ranks, lacking in missing if lacking]
         self._outermost = module
 
     def _end(self) -> None:
         """The load is over, well or not: parameters that it was about to write show what they did before."""
         self._outermost = None
-        self._missing_elsewhere = {}
+        self._missing_elsewhere = []
         if not self.engine.loading:
             return
         for group in self.engine.groups:
@@ -131,11 +144,10 @@ class StateDictHooks:
 
     def _take_from_rank_0(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """What some other rank was not given comes from rank 0."""
-        if not self._missing_elsewhere:
-            return
-        ranks, device = self.engine.ranks, self.engine.device.device
-        for name in (*module._parameters, *module._buffers):
-            given = self._missing_elsewhere.get(prefix + name)
+        device = self.engine.device.device
+        listed = [(ranks, lacking, name) for ranks, lacking in self._missing_elsewhere for name in _names(module)]
+        for ranks, lacking, name in listed:
+            given = lacking.get(prefix + name)
             if given is None:
                 continue
             if ranks.rank == 0:
@@ -145,6 +157,11 @@ class StateDictHooks:
             if whole.numel():
                 ranks.broadcast(whole.reshape(-1).view(torch.uint8))
             state_dict[prefix + name] = whole
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    yield from module._parameters
+    yield from module._buffers
 
 
 def refuse_assign() -> NoReturn:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from unwall.runtime.engine import Engine, Speculated
+from unwall.runtime.engine import ActivationStats, Engine, Speculated
 from unwall.runtime.stats_table import stats_line, stats_table
 from unwall.tiers.meter import LinkMeter, LinkStats
 
@@ -44,6 +44,8 @@ class Stats:
     speculated: Speculated
     """Groups that were updated ahead of their step, and how that ended."""
     _engine: Engine
+    activations: ActivationStats | None = None
+    """The last pass. None where nothing decides about activations, or the model checkpoints by itself."""
 
     @property
     def disk_bytes_per_step(self) -> float:
@@ -95,5 +97,12 @@ def read_stats(engine: Engine) -> Stats:
         steps=engine.steps,
         skipped_steps=engine.skipped,
         speculated=replace(engine.speculation),
+        activations=_activations(engine),
         _engine=engine,
     )
+
+
+def _activations(engine: Engine) -> ActivationStats | None:
+    decides = engine.activations
+    found: ActivationStats | None = None if decides is None or decides.left_alone else decides.account()
+    return found

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from unwall.tiers.sizes import format_bytes
 
 if TYPE_CHECKING:
+    from unwall.runtime.engine import ActivationStats
     from unwall.runtime.stats import Stats
     from unwall.tiers.meter import LinkStats
 
@@ -23,6 +24,8 @@ def stats_table(stats: "Stats") -> str:
     if stats.links:
         parts.append(_columns(("link", "moved", "copies", "busy", "stalled"), _links(stats)))
     parts.append(_columns(("collective", "elements"), _collectives(stats)))
+    if stats.activations is not None:
+        parts.append(_columns(("activations of the last pass", ""), _activations(stats.activations)))
     parts.append(_columns(("since the last reset", ""), _counters(stats)))
     return "\n\n".join(parts)
 
@@ -56,6 +59,15 @@ def _worst(link: "LinkStats") -> list[tuple[str, float]]:
 
 def _collectives(stats: "Stats") -> list[Row]:
     return [(name, f"{kind.elements:,}") for name, kind in stats.collectives.items()]
+
+
+def _activations(found: "ActivationStats") -> list[Row]:
+    rows: list[Row] = [
+        ("kept on the device", format_bytes(found.kept_bytes)),
+        ("moved to the host and back", format_bytes(found.moved_bytes)),
+        ("computed again in backward", format_bytes(found.recomputed_bytes)),
+    ]
+    return rows + [("blocks run again, out of memory", f"{found.survived:,}")] * (found.survived > 0)
 
 
 def _counters(stats: "Stats") -> list[Row]:

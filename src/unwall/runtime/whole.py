@@ -19,7 +19,7 @@ from unwall.runtime.near import become_plain
 from unwall.runtime.places import Place
 from unwall.shards.group import Group, Residence
 from unwall.shards.layout import Segment
-from unwall.shards.local import show
+from unwall.shards.local import is_distributed, local, show, whole_over_tensor_ranks
 from unwall.shards.master import read_master, rounded, write_master
 from unwall.shards.states import MASTER, REMAINDER
 
@@ -76,13 +76,22 @@ class WholeParams:
             return None
         version, known = self._last.get(id(param), (-1, None))
         same = None if known is None or version != self._engine.version else known()
-        if same is not None:
+        if not self._everywhere:
+            value = self._over_tensor_ranks(param, value)
+        if same is not None or value is None:
             return same
         self._last[id(param)] = self._engine.version, weakref.ref(value)
         return value
 
+    def _over_tensor_ranks(self, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
+        """All elements, on the host of the first tensor rank."""
+        if is_distributed(param):
+            value = whole_over_tensor_ranks(param, value.to(self._engine.device.device)).cpu()
+        return value if self._engine.others.is_first else None
+
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """The whole value, a new tensor. None on ranks that get nothing."""
+        """What this rank holds of the whole value (under tensor parallelism its part), a new tensor. None on ranks that get
+        nothing."""
         given, _ = dtypes_of(self._engine, param)
         dtype = given if self._given else whole_dtype(self._engine, param)
         places = self._engine.places[id(param)]
@@ -136,7 +145,7 @@ def take_shown(engine: Engine, group: Group, slot: int, before: torch.Tensor | N
     """Takes what a parameter, or the flat buffer, shows in the compute dtype: a pass has written there. ``before``: what it was
     before that. See [Note: overwritten halves] in shards/faces.py."""
     param, target, view = group.params[slot], group.layout.slots[slot], group.view_of(slot)
-    value = param.data.detach()
+    value = local(param).detach()
     if value.data_ptr() != view.data_ptr():  # .data was set
         if value.shape != target.shape:
             raise RuntimeError(
@@ -191,7 +200,7 @@ def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> 
     group.generation += 1
     if not group.flat_is_home and group.residence is not Residence.ABSENT:
         # Others of the group may be the user's, or torch's loading, right now: they keep what they show.
-        kept = [(other, other.data) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
+        kept = [(other, local(other)) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
         group.drop()
         for other, data in kept:
             lay_out(other, data)
@@ -249,7 +258,7 @@ def _take_back(engine: Engine, lent: list[nn.Parameter], rank: int, dtype: torch
     for param in lent:
         if engine.is_reshaped(param):
             continue
-        value = param.data.contiguous()
+        value = local(param).detach().contiguous()
         engine.ranks.broadcast(value, rank)
         put_changed(engine, param, value, keep=dtype is not None)
     engine.groups[0].pending.staging.close()

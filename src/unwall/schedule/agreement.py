@@ -140,6 +140,11 @@ class Agreement:
         """No rank keeps gradients that were not reduced. The same answer on every rank."""
         return self._settled
 
+    @property
+    def failed(self) -> bool:
+        """Whether the others were told that this rank cannot go on with what it was at."""
+        return self._standing.failed
+
     @contextmanager
     def prepared(self, what: str) -> Iterator[None]:
         """The same at the end of what is inside, which each rank does alone. Where that fails on one rank, it fails on all."""

@@ -145,6 +145,10 @@ class AgreementBackend(Protocol):
     def rejoin(self) -> None: ...
 
     @property
+    def failed(self) -> bool:
+        """Whether the others were told that this rank cannot go on with what it was at."""
+
+    @property
     def settled(self) -> bool:
         """No rank keeps gradients that were not reduced. The same answer on every rank."""
 

@@ -70,7 +70,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.agreement = make_agreement(self)
 
     def keep_within(self, limit: Limit | None) -> None:
-        """From now on groups are dropped to stay within ``limit``. For a ledger without a budget."""
+        """From now on groups are dropped to stay within ``limit``, as far as they can be."""
         self._limit = limit
 
     def _measure(self) -> None:
@@ -145,9 +145,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if self._find_room(nbytes) or (self._reduce_early(keep) and self._find_room(nbytes)):
             return
         ledger = self._ledger
-        if ledger.budget_bytes is not None:
+        if self._limit is not None:
+            self.drop_cache()  # the limit refuses nothing
+        if ledger.budget_bytes is not None and ledger.live_bytes + nbytes > ledger.budget_bytes:
             raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label)
-        self.drop_cache()  # the limit refuses nothing
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""
@@ -184,9 +185,12 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 self.groups[occupant.group].drop()
 
     def _free_bytes(self) -> int | None:
-        """What the budget, or else the limit, leaves. None where there is neither."""
-        ledger, limit = self._ledger, self._limit
-        return ledger.free_bytes if limit is None else limit.nbytes - ledger.live_bytes
+        """What the budget and the limit leave. None where there is neither."""
+        left, limit = self._ledger.free_bytes, self._limit
+        if limit is None:
+            return left
+        within = limit.nbytes - self._ledger.live_bytes
+        return within if left is None else min(left, within)
 
     def _find_room(self, nbytes: int) -> bool:
         if self._drop_for(nbytes):

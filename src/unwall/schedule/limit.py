@@ -60,15 +60,17 @@ def limit_of(shared_bytes: int, others_bytes: int | None, margin_share: float, f
 class Limit:
     """See [Note: what is left of the card].
 
-    ``ours`` gives the ledger's live bytes. ``floor_bytes``: what is needed in any case.
+    ``ours`` gives the ledger's live bytes. ``floor_bytes``: what is needed in any case. ``counted``: what others hold
+    is counted and not measured, so that nothing is lost between blocks and the first pass need not be careful.
     """
 
-    def __init__(self, probe: Probe, ours: Callable[[], int], floor_bytes: int) -> None:
+    def __init__(self, probe: Probe, ours: Callable[[], int], floor_bytes: int, *, counted: bool = False) -> None:
         self.nbytes = floor_bytes
         self._probe = probe
         self._ours = ours
         self._floor = floor_bytes
-        self._margin_share = MARGIN_SHARE
+        self._counted = counted
+        self._margin_share = 0.0 if counted else MARGIN_SHARE
         self._known: dict[Hashable, list[int]] = {}
         """By kind of pass: what others held at each use, beyond what they had at its beginning."""
         self._kind: Hashable = None
@@ -107,6 +109,6 @@ class Limit:
         self._decide()
 
     def _decide(self) -> None:
-        known = self._known.get(self._kind)
+        known = self._known.get(self._kind, [0] if self._counted else None)
         others = None if known is None else max(int(self._growth * max(known)), max(self._now, default=0))
         self.nbytes = limit_of(self._shared, others, self._margin_share, self._floor)

@@ -41,15 +41,15 @@ def arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cut
     """
     cuts = forced(model, plan) if cuts is uncut else cuts
     try:
-        return _fitting(model, plan, world_size, room, cuts)
+        return fitting(model, plan, world_size, room, cuts)
     except PlanError as refusal:
         if not refusal.lack[1]:
             raise
         raise _tried(refusal, model, plan, world_size, room, cuts) from None
 
 
-def _fitting(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> Arranged:
-    """See [Note: as many tiles as needed]."""
+def fitting(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> Arranged:
+    """The same without a search for a budget that would do. See [Note: as many tiles as needed]."""
     found, refusal = None, None
     try:
         found = _arrange(model, plan, world_size, room, cuts)
@@ -122,7 +122,7 @@ def _tried(refusal: PlanError, model: nn.Module, plan: Plan, world_size: int, ro
     for _ in range(_TRIES):
         given: dict[str, Any] = {field: needed}
         try:
-            _fitting(model, replace(plan, **given), world_size, replace(room, **given), cuts)
+            fitting(model, replace(plan, **given), world_size, replace(room, **given), cuts)
         except PlanError as again:
             if again.lack[0] != tier or again.lack[1] <= needed:
                 break  # of another tier there is too little, too

@@ -13,7 +13,7 @@ from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, note_calls, uncut
 from unwall.shards.layout import Layout, build_layout
-from unwall.shards.local import local, show
+from unwall.shards.local import copies_of, is_distributed, local, made_real, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
 from unwall.shards.placement import (
     Home,
@@ -38,6 +38,8 @@ class Kind:
     trainable: bool
     exact: bool
     """The master needs more than the compute dtype holds, although the parameters are frozen."""
+    copies: int | None = None
+    """On how many tensor ranks each element of a DTensor is kept. None: plain parameters."""
 
 
 def compute_dtype(plan: Plan, name: str, param: nn.Parameter, fp32_names: set[str]) -> torch.dtype:
@@ -81,7 +83,9 @@ def plan_groups(
 
     def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
         dtype = compute_dtype(plan, name, param, kept)
-        return Kind(dtype, param.requires_grad, param.dtype is torch.float32 and dtype is torch.bfloat16), dtype
+        copies = copies_of(param, 1) if is_distributed(param) else None
+        exact = param.dtype is torch.float32 and dtype is torch.bfloat16
+        return Kind(dtype, param.requires_grad, exact, copies), dtype
 
     entries = [entry for entry in entries_of(model, kind, cuts) if not ignored(plan, entry.name, entry.param)]
     if not entries:
@@ -92,7 +96,16 @@ def plan_groups(
     if most_params is not None:
         units = [part for unit in units for part in _split(unit, most_params)]
     note_calls(model, units)
+    _note_tied(model, units)
     return [(unit, _layout(unit, world_size)) for unit in units]
+
+
+def _note_tied(model: nn.Module, units: list[Unit]) -> None:
+    parts = [unit for unit in units if unit.is_part]
+    if parts:
+        owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        for unit in parts:
+            unit.several = owners[id(unit.entries[0].param)] > 1
 
 
 def _split(unit: Unit, most_params: int) -> list[Unit]:
@@ -119,13 +132,14 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
             states = bytes_per_element(master_specs(layout.dtype))
         if kind.trainable:
             states += bytes_per_element(adamw_specs(layout.dtype))
-        size = group_sizes(layout, states, kind.trainable, plan, world_size)
+        size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
         found.append(replace(size, at_once_bytes=sum(planned[index][1].flat_bytes for index in unit.at_once)))
     return found
 
 
-def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, world_size: int) -> Sizes:
-    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state."""
+def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, world_size: int, several: bool = False) -> Sizes:
+    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state. ``several``: its gradient
+    may land in several parts even in one pass."""
     owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
     grad_item = (plan.reduce_dtype or layout.dtype).itemsize
     reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
@@ -141,7 +155,7 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
         whole=plan.stage < 3 or world_size == 1,
         trainable=trainable,
         own_numel=owned,
-        sum_bytes=owned * max(4, grad_item) if trainable and plan.passes > 1 else 0,
+        sum_bytes=owned * max(4, grad_item) if trainable and (plan.passes > 1 or several) else 0,
     )
 
 
@@ -326,10 +340,7 @@ def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, in
                     clear_master(group, segment.shard_start, segment.numel)
                 else:
                     write_master(group, segment.shard_start, value[segment.start : segment.start + segment.numel])
-            if entry.param.is_meta:  # a meta tensor cannot be given real data: exchange what is inside the object
-                real = nn.Parameter(
-                    torch.empty((), dtype=group.layout.dtype, device=group.flat.device), entry.param.requires_grad
-                )
-                torch.utils.swap_tensors(entry.param, real)
+            if entry.param.is_meta:
+                made_real(entry.param, group.layout.dtype, group.flat.device)
             group.detach_one(slot)
             taken.append((group, slot))

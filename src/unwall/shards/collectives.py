@@ -29,6 +29,8 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self._on_host = True
+        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        """Where the tensors lie that these ranks exchange."""
         self.meter: LinkMeter | None = None
         """Counts collectives, where someone wants to know. On an accelerator the time is that of the caller's wait."""
         if group is not None and self.size > 1:

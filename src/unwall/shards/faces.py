@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unwall.shards.layout import Layout
-from unwall.shards.local import show
+from unwall.shards.local import local, show
 
 
 class Faces:
@@ -40,6 +40,8 @@ class Faces:
         """By slot, what it was before it was written to."""
         self._rewritten: set[int] = set()
         self._params = params
+        self._plain = type(params[0]) if params else nn.Parameter
+        """DTensors and other parameters are never in one group."""
         self._layout = layout
         self._versions: list[int] = []
         self._lent: list[tuple[int, torch.Tensor, int]] = []
@@ -52,12 +54,12 @@ class Faces:
         """The parameter is plain and shows ``tensor``."""
         param = self._params[slot]
         if type(param) in (self.away, self.near):
-            param.__class__ = nn.Parameter
+            param.__class__ = self._plain
         show(param, tensor)
 
     def hide(self, slot: int) -> None:
         """No pass is shown this parameter."""
-        if self.away is not None and type(self._params[slot]) in (nn.Parameter, self.near):
+        if self.away is not None and type(self._params[slot]) in (self._plain, self.near):
             self._params[slot].__class__ = self.away
 
     def opened(self) -> None:
@@ -66,7 +68,7 @@ class Faces:
         self._lent.clear()
         self._versions = _versions(self._params) if self.away is not None else []
         for param, offset in zip(self._params, self._offsets, strict=True) if self.away is not None else ():
-            if offset >= 0 and type(param) is nn.Parameter:
+            if offset >= 0 and type(param) is self._plain:
                 param.__class__ = self.near
         for slot in self._rewritten:
             self.may_be_written(slot)
@@ -80,7 +82,7 @@ class Faces:
     def may_be_written(self, slot: int) -> None:
         """See [Note: overwritten halves]."""
         if self.is_open and slot not in self.before and self.is_half():
-            self.before[slot] = self._params[slot].detach().clone()
+            self.before[slot] = local(self._params[slot]).detach().clone()
 
     def open(self) -> None:
         """A pass uses the group, which is resident."""
@@ -88,7 +90,7 @@ class Faces:
             return
         for slot, param in enumerate(self._params):
             if type(param) is self.away and self._layout.slots[slot].whole:
-                param.__class__ = nn.Parameter
+                param.__class__ = self._plain
         self.opened()
 
     def close(self, flat: torch.Tensor | None) -> None:
@@ -116,8 +118,8 @@ class Faces:
             at
             for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
             if offset >= 0
-            and (versions[at] != self._versions[at] or param.data_ptr() != start + offset or at in through_data)
-            and type(param) in (nn.Parameter, self.near)
+            and (versions[at] != self._versions[at] or local(param).data_ptr() != start + offset or at in through_data)
+            and type(param) in (self._plain, self.near)
         ]
 
 

@@ -71,6 +71,8 @@ class Group:
         self.dtypes = list(dtypes)
         """Each parameter's dtype before sharding: what ``state_dict`` gives back."""
         self.residence = Residence.ABSENT
+        self.copies = 1
+        """On how many tensor ranks each element is kept: norms count it once."""
         self.pending = Pending(staging)
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""

@@ -43,6 +43,8 @@ class Unit:
     entries: list[Entry] = field(default_factory=list)
     at_once: frozenset[int] = frozenset()
     """Groups that are gathered at once where a module of this one runs, this one among them: see ``note_calls``."""
+    several: bool = False
+    """A part of a parameter that several modules share: its gradient may land once for each of them."""
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,7 @@ from torch import nn
 
 from unwall.plans import Plan, PlanError
 from unwall.shards.grouping import Cuts, uncut
+from unwall.shards.local import is_distributed
 
 
 def tileable(model: nn.Module) -> dict[int, nn.Parameter]:
@@ -23,7 +24,7 @@ def tileable(model: nn.Module) -> dict[int, nn.Parameter]:
     others: set[int] = set()
     for module, alone in _modules(model, True, set()):
         for name, param in module.named_parameters(recurse=False):
-            if alone and _reads_in_tiles(module, name, param):
+            if alone and not is_distributed(param) and _reads_in_tiles(module, name, param):
                 found[id(param)] = param
             else:
                 others.add(id(param))

@@ -41,12 +41,28 @@ def train(options: Options, progress: Told | None = None) -> None:
     """One rank's part of ``unwall train``."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a thread of ours reads the data
     _quiet()
-    rank, ranks, _ = size_of_world()
-    folder, decision = RunFolder(options.out), None
+    rank, _, _ = size_of_world()
     if finished(options):
         if rank == 0:
             print(f"{options.out} is finished: nothing to do")
         return
+    folder = RunFolder(options.out)
+    try:
+        asked = _train(options, folder, progress)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            folder.write(status="failed")
+        raise
+    finally:
+        folder.release()
+    if rank == 0 and asked is None:
+        print(f"{options.out} holds {'adapters, for peft' if options.lora else 'the model, for transformers'}", flush=True)
+
+
+def _train(options: Options, folder: RunFolder, progress: Told | None) -> str | None:
+    """Gives the signal that ended it before its last step."""
+    rank, ranks, _ = size_of_world()
+    decision = None
     with one_voice():
         sequences_per_rank(options, ranks)
         config = read_config(options)
@@ -61,17 +77,11 @@ def train(options: Options, progress: Told | None = None) -> None:
                 make_index(path, folder.index)
     world = join_world()
     plan = world.broadcast_object(None if decision is None else (decision.plan, decision.passes, decision.bound_s))
-    run = _Run(options, world, folder, config, tokenizer, *plan)
-    try:
-        asked = run.run(files, others, decision)
-    except BaseException:
-        if rank == 0:
-            with contextlib.suppress(OSError):
-                folder.write(status="failed")
-        raise
+    asked = _Run(options, world, folder, config, tokenizer, *plan).run(files, others, decision)
     if rank == 0:
         folder.write(status="finished" if asked is None else "interrupted")
     leave_world(world)
+    return asked
 
 
 def _first_line(options: Options, config: Any, progress: Told | None) -> Decision:
@@ -172,7 +182,7 @@ class _Run:
         log = Log(self.folder.log, done.step, board) if ranks.rank == 0 else None
         evaluation = None
         if tested is not None:
-            evaluation = Evaluation(tested, options.seq, self.encoder.pad, options.batch // self.passes, ranks)
+            evaluation = Evaluation(tested, options.seq, self.encoder.pad, options.batch, self.passes, ranks)
         trace = out / "profile.json" if ranks.rank == 0 else None
         try:
             with StopRequests() as stop:
@@ -197,8 +207,7 @@ def _last_words(options: Options, asked: str | None, done: Progress, steps: int)
         return f"{asked}: stopped behind step {done.step} of {steps}; nothing is saved (--save-every 0){skipped}"
     if asked is not None:
         return f"{asked}: step {done.step} of {steps} is saved in {options.out}; the same command goes on from there{skipped}"
-    what = "adapters, for peft" if options.lora else "the model, for transformers"
-    return f"{steps} steps done; {options.out} holds {what}{skipped}"
+    return f"{steps} steps done{skipped}"
 
 
 def _quiet() -> None:
@@ -220,7 +229,8 @@ def run(options: Options, progress: Told | None = None) -> int:
     except ToldElsewhereError:
         return 2
     except KeyboardInterrupt:
-        print("unwall: interrupted; what was saved last stays", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("unwall: interrupted; what was saved last stays", file=sys.stderr)
         return 130
     except torch.OutOfMemoryError as error:
         said = str(error).partition(". ")[0]

@@ -14,19 +14,18 @@ from unwall.train.packing import to_tensors
 
 
 class Evaluation:
-    """All samples once, in their order, packed as in training."""
+    """All samples once, in their order, packed into as many lanes as in training: the number of ranks changes nothing."""
 
-    def __init__(self, data: Data, length: int, pad: int, sequences: int, ranks: Ranks) -> None:
+    def __init__(self, data: Data, length: int, pad: int, lanes: int, passes: int, ranks: Ranks) -> None:
         self._data, self._length, self._pad, self._ranks = data, length, pad, ranks
-        self._sequences = sequences
-        """Of one pass, over all ranks."""
+        self._lanes, self._passes = lanes, passes
 
     def run(self, trained: Trained, step: int) -> dict[str, Any]:
         """A line of the log. All ranks call it together."""
         started = time.perf_counter()
         device = trained.engine.device.device
         order = self._data.order(0, shuffle=False)
-        lanes = my_lanes(self._sequences, self._ranks.rank, self._ranks.size, None, self._data.size)
+        lanes = my_lanes(self._lanes, self._ranks.rank, self._ranks.size, None, self._data.size)
         packer = Packer(self._data, order, lanes, self._length, self._pad)
         total, count = 0.0, 0
         trained.model.eval()
@@ -36,10 +35,13 @@ class Evaluation:
                     batch = packer.step()
                     if not any(self._ranks.every(batch.tokens)):
                         break
-                    mine = batch.answer_tokens
-                    loss = trained.loss(to_tensors(batch.sequences, device), max(1, mine))
-                    total += float(loss) * max(1, mine) if mine else 0.0
-                    count += mine
+                    each = len(batch.sequences) // self._passes
+                    for start in range(0, len(batch.sequences), each):
+                        sequences = batch.sequences[start : start + each]
+                        mine = sum(sequence.answer_tokens for sequence in sequences)
+                        loss = trained.loss(to_tensors(sequences, device), max(1, mine))
+                        total += float(loss) * mine if mine else 0.0
+                        count += mine
         finally:
             trained.model.train()
         told = self._ranks.every((total, count))

@@ -56,6 +56,12 @@ class RunFolder:
                 )
         return [f"{_flag(name)} {_shown(now)} (was {_shown(was)})" for name, (was, now) in differ.items() if name not in FREE]
 
+    def release(self) -> None:
+        """Another process may write to it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
     def _before(self) -> dict[str, Any] | None:
         """What run.json says. None for a directory that is new or empty."""
         if self.path.exists() and not self.path.is_dir():

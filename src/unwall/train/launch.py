@@ -40,13 +40,13 @@ def launch(nproc: int, arguments: list[str]) -> int:
             if child.poll() is None:
                 child.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
-    ignored = signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends Ctrl-C to all of them
+    # A terminal sends Ctrl-C to all of them, someone else to this one alone: see AT_ONCE_S in signals.py.
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return _wait(children)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, ignored)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         for child in children:
             if child.poll() is None:
                 child.kill()

@@ -117,7 +117,8 @@ def _given(
     if per_rank % passes:
         raise TrainError(f"{options.plan}: {passes} passes do not divide the {per_rank} sequences per rank evenly")
     plan = Plan(**(fields | {"passes": passes, "reduce_op": "sum"}))
-    kept: Keeping = plan.activations if plan.activations != "disk" else "host"
+    said = plan.activations
+    kept: Keeping = "host" if said == "disk" else "keep" if said == "auto" else said  # auto keeps what fits
     load = Workload(batch=per_rank // passes, seq=options.seq, passes=passes, activations=kept, clip=options.clip > 0)
     prediction, why = None, ""
     try:

@@ -89,6 +89,10 @@ class RanksAlike:
     def rejoin(self) -> None: ...
 
     @property
+    def failed(self) -> bool:
+        return False
+
+    @property
     def settled(self) -> bool:
         return True
 

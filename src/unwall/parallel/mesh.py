@@ -1,0 +1,138 @@
+"""What the dimensions of a device mesh mean, by their names."""
+
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from unwall.shards.collectives import Ranks
+from unwall.shards.dimensions import Dimension, Others
+from unwall.shards.local import is_distributed
+
+DATA = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
+REPLICAS = ("replicate", "ddp")
+TENSOR = ("tp", "tensor", "tensor_parallel", "model", "mp")
+PIPELINE = ("pp", "pipe", "pipeline", "pipeline_parallel")
+
+
+def role_of(name: str) -> str:
+    """What a dimension is for: ``data``, ``replicas``, ``tensor`` or ``pipeline``. ValueError where its name does not tell."""
+    if any(word in name for word in REPLICAS):
+        return "replicas"
+    for role, names in (("data", DATA), ("tensor", TENSOR), ("pipeline", PIPELINE)):
+        if name in names:
+            return role
+    raise ValueError(
+        f"the mesh has a dimension {name!r}, and its name does not say what it is for. Data-parallel: 'dp' (or 'dp_shard', "
+        "with 'dp_replicate' for replicas), tensor-parallel: 'tp', pipeline-parallel: 'pp'"
+    )
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Its dimensions. One without a name is data-parallel."""
+    names = tuple(mesh.mesh_dim_names or ())
+    if not names and mesh.ndim == 1:
+        return ("dp",)
+    if not names:
+        raise ValueError(
+            f"a mesh of {mesh.ndim} dimensions without names: say init_device_mesh(..., mesh_dim_names=('dp', 'tp')), or pass "
+            "one of its dimensions"
+        )
+    return names
+
+
+def roles_of(mesh: DeviceMesh) -> dict[str, str]:
+    """Each dimension's role. A mesh of one dimension is data-parallel, whatever its name, unless that says otherwise."""
+    names = names_of(mesh)
+    if mesh.ndim == 1 and names[0] not in (*TENSOR, *PIPELINE):
+        return {names[0]: "data"}
+    roles = {name: role_of(name) for name in names}
+    for role in ("data", "replicas"):
+        listed = [name for name, found in roles.items() if found == role]
+        if len(listed) > 1:
+            raise ValueError(f"the mesh has several dimensions for {role} ({', '.join(listed)}): flatten them into one")
+    replicated = [name for name, role in roles.items() if role == "replicas" and mesh.size(names.index(name)) > 1]
+    if replicated and "data" not in roles.values():
+        raise ValueError(
+            f"the mesh has replicas ({replicated[0]!r}) and no dimension to shard over: call it 'dp' where only the data is "
+            "spread, and use Plan(stage=0) to keep everything on every rank"
+        )
+    return roles
+
+
+def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
+    """ValueError, before anything is allocated, for a mesh that does not fit the ranks or the model."""
+    roots = mesh._get_root_mesh()
+    if mesh.ndim > 1 and roots.size() != dist.get_world_size():
+        shape = " x ".join(f"{name} {size}" for name, size in zip(names_of(mesh), mesh.shape, strict=True))
+        raise ValueError(
+            f"the mesh has {roots.size()} ranks ({shape}), but there are {dist.get_world_size()}: its dimensions must multiply "
+            "to the number of ranks"
+        )
+    if mesh.ndim > 1 and mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh: every rank that calls this must be")
+    roles_of(mesh)
+    for name, param in spread_parameters(model):
+        _check_spread(name, param.device_mesh, mesh)  # type: ignore[attr-defined]
+
+
+def check_without_mesh(model: nn.Module) -> None:
+    """ValueError for a model that needs one."""
+    for name, param in spread_parameters(model):
+        raise ValueError(
+            f"parameter {name} is a DTensor over {describe(param.device_mesh)}: give the mesh that has this dimension and the "  # type: ignore[attr-defined]
+            "data-parallel one, unwall.shard(model, plan, mesh)"
+        )
+
+
+def spread_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that are DTensors."""
+    for name, param in model.named_parameters():
+        if is_distributed(param):
+            yield name, param
+
+
+def _check_spread(name: str, its: DeviceMesh, mesh: DeviceMesh) -> None:
+    roles, names = roles_of(mesh), names_of(its)
+    there = "is over" if its.mesh_dim_names is not None else "is over unnamed dimensions of"
+    expected = [dim for dim, role in roles.items() if role == "tensor"]
+    if any(dim not in expected for dim in names):
+        raise ValueError(
+            f"parameter {name} is a DTensor that {there} {describe(its)}, expected: over the tensor-parallel dimension of "
+            f"{describe(mesh)}. Use parallelize_module(model, mesh['tp'], ...), or unwall.parallelize(model, mesh); "
+            "fully_shard cannot be combined with unwall.shard"
+        )
+    inside = mesh if names == names_of(mesh) else mesh[names]
+    if its.mesh.tolist() != inside.mesh.tolist():
+        raise ValueError(
+            f"parameter {name} is a DTensor over the ranks {its.mesh.tolist()}, but {describe(mesh)} has "
+            f"{inside.mesh.tolist()} along {', '.join(names)}: build one mesh and use it for both"
+        )
+
+
+def describe(mesh: DeviceMesh) -> str:
+    """A mesh in words."""
+    names = mesh.mesh_dim_names or ("unnamed",) * mesh.ndim
+    return "a mesh of " + " x ".join(f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True))
+
+
+def read_mesh(mesh: DeviceMesh, device: str) -> tuple[Ranks, Others]:
+    """The data-parallel ranks, and the others. All ranks of the mesh call it together."""
+    roles = roles_of(mesh)
+    data, others = Ranks(None, device), Others()
+    for name, role in roles.items():
+        group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group(name)
+        if role != "data" and dist.get_world_size(group) == 1:
+            continue
+        ranks = Ranks(group, device)
+        if role == "data":
+            data = ranks
+        elif role == "replicas":
+            others.replicas = ranks
+        else:
+            (others.tensor if role == "tensor" else others.pipeline).append(Dimension(name, ranks))
+    if others.beyond or others.replicas is not None:
+        everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten("unwall").get_group()
+        others.everyone = Ranks(everyone, device)
+    return data, others

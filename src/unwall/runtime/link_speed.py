@@ -1,0 +1,43 @@
+"""How fast this rank's link to the host is, and what may wait there."""
+
+import time
+
+import torch
+
+from unwall.runtime.engine import Engine
+from unwall.schedule.activations import Link
+from unwall.tiers.host import available_bytes, local_ranks
+
+TRIED_BYTES = 32 << 20
+SHARE = 0.8
+"""Of what a copy alone reaches: others use the link and the memory behind it, too."""
+HOST_SHARE = 0.5
+"""Of what the host has to spare, where the plan names no budget."""
+
+
+def link_of(engine: Engine, flight_bytes: int) -> Link:
+    """The link as ``schedule/activations.py`` wants it. Takes some milliseconds."""
+    speed = SHARE * _bytes_per_second(engine.device.device)
+    budget = engine.tiers.host.ledger.budget_bytes
+    spare = int(available_bytes() * HOST_SHARE / local_ranks())
+    host_bytes = spare if budget is None else min(spare, budget - engine.least_host_bytes)  # states come first
+    fetched = sum(group.fetch_bytes for group in engine.groups if group.home.params != "device") / engine.ranks.size
+    return Link(speed, max(0, host_bytes), flight_bytes, 0.0, fetched / speed)
+
+
+def _bytes_per_second(device: torch.device) -> float:
+    host = torch.empty(TRIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(TRIED_BYTES, dtype=torch.uint8, device=device)
+    best = 0.0
+    for _ in range(3):  # the first one touches the memory
+        _wait(device)
+        begun = time.perf_counter()
+        host.copy_(there, non_blocking=True)
+        _wait(device)
+        best = max(best, TRIED_BYTES / (time.perf_counter() - begun))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,136 @@
+"""What is wrong is said in one line that tells what to do; the command ends with 2, and without a stack trace."""
+
+import errno
+import json
+
+import pytest
+from train_tools import make_jsonl, make_model, make_plan, make_tokenizer, run_process, train_here
+from typer.testing import CliRunner
+
+from unwall.cli import app
+from unwall.train import launch, planning
+from unwall.train.errors import TrainError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("bad")
+    make_model(root / "model")
+    make_jsonl(root / "data.jsonl", rows=12)
+    make_plan(root / "plan.toml", "device")
+    return root
+
+
+def said(place, *more, **options):
+    """What the command prints to standard error, in this process."""
+    given = {
+        "model": place / "model",
+        "data": place / "data.jsonl",
+        "out": place / "out",
+        "plan": place / "plan.toml",
+    } | options
+    arguments = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    result = CliRunner().invoke(app, ["train", "--steps", "1", "--seq", "32", "--batch", "1", *arguments, *map(str, more)])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    text = result.stderr.strip()
+    assert len(text.splitlines()) == 1
+    return text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"model": "nowhere"}, "--model nowhere: no such directory"),
+        ({"data": "missing.jsonl"}, "--data missing.jsonl: no such file"),
+        ({"plan": "none.toml"}, "--plan none.toml: no such file"),
+        ({"disk": "nowhere"}, "--disk nowhere: no such directory"),
+        ({"schedule": "exp"}, "--schedule is one of cosine, linear, constant"),
+        ({"states": "lean"}, "--states lean is not built yet: use --states exact"),
+        ({"batch": 3, "accumulate": 2}, "use a multiple of 2"),
+        ({"lr": -1}, "--lr must be a number above 0"),
+        ({"device_bytes": "lots"}, "--device-bytes: cannot read 'lots'"),
+        ({"eval_every": 3}, "add --eval-data"),
+    ],
+)
+def test_options(place, options, expected):
+    assert expected in said(place, **options)
+
+
+def test_data(place):
+    for name, content, expected in [
+        ("empty.jsonl", "", "no samples in it"),
+        ("blank.txt", " \n", "none of 1 samples can be used"),
+        ("none.jsonl", "{\n{\n", "none of 2 samples can be used: "),
+        ("other.csv", "a,b", "data is .txt, .jsonl, .parquet"),
+    ]:
+        (place / name).write_text(content)
+        assert expected in said(place, data=place / name, out=place / f"out-{name}")
+    (place / "broken.jsonl").write_text('{"text": "good"}\n{"text"\n')
+    assert "broken.jsonl:2: is not JSON" in said(place, "--strict", data=place / "broken.jsonl", out=place / "out-strict")
+
+
+def test_a_tokenizer_of_another_model(place):
+    make_model(place / "small", vocab=100)
+    assert "does not match the model: it has tokens up to 257, the model has 100" in said(place, model=place / "small")
+    make_model(place / "bare", weights=False)
+    assert "has a config but no weights" in said(place, model=place / "bare")
+    make_tokenizer(place / "no chat", chat=False)
+    (place / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    given = {"tokenizer": place / "no chat", "data": place / "chat.jsonl", "out": place / "out-chat"}
+    assert "the tokenizer has no chat template" in said(place, **given)
+
+
+def test_an_out_directory_of_something_else(place):
+    (place / "foreign").mkdir()
+    (place / "foreign" / "letter.txt").write_text("mine")
+    assert "holds files that are not of a run (letter.txt)" in said(place, out=place / "foreign")
+    given = {"model": str(place / "model"), "plan": str(place / "plan.toml"), "steps": 1, "seq": 32, "batch": 1}
+    train_here(**given, data=place / "data.jsonl", out=place / "taken")
+    assert "holds another run (--seed was 0, is 4)" in said(place, "--seed", 4, out=place / "taken")
+    with (place / "data.jsonl").open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert "data.jsonl changed since this run began" in said(place, "--steps", 2, out=place / "taken")
+
+
+def test_a_full_disk_leaves_what_was_saved(place, monkeypatch):
+    from unwall.train.saving import FullSaver
+
+    def full(self, extra, *, block):
+        raise OSError(errno.ENOSPC, "No space left on device: 3.0 GiB are missing", str(place / "full"))
+
+    monkeypatch.setattr(FullSaver, "save", full)
+    assert "No space left on device: 3.0 GiB are missing; make room" in said(place, out=place / "full")
+
+
+def test_two_launchers(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainError, match="leave --nproc out"):
+        launch.check_launcher(2)
+
+
+def test_several_files_after_one_option():
+    given = ["train", "--data", "a", "b", "--lora", "--eval-data", "c", "--data", "d", "--out", "x"]
+    spread = launch.spread(given, ("--data", "--eval-data"))
+    assert spread == ["train", "--data", "a", "--data", "b", "--lora", "--eval-data", "c", "--data", "d", "--out", "x"]
+
+
+def test_a_plan_file(tmp_path):
+    path = tmp_path / "plan.toml"
+    path.write_text('stage = 2\ncompute_dtype = "bf16"\nhost_bytes = "4GiB"\n')
+    assert planning.read_plan(path)["stage"] == 2
+    for content, expected in [("speed = 9", "speed is no field of a plan"), ("stage = ", "cannot be read as TOML")]:
+        path.write_text(content)
+        with pytest.raises(TrainError, match=expected):
+            planning.read_plan(path)
+
+
+@pytest.mark.drill
+def test_processes_that_fail_say_it_once(place):
+    (place / "void.jsonl").write_text("\n")
+    given = {"model": place / "model", "data": place / "void.jsonl", "out": place / "void", "plan": place / "plan.toml"}
+    result = run_process(**given, steps=1, seq=32, batch=2, nproc=2)
+    assert result.returncode == 2
+    assert result.stderr.count("none of 1 samples can be used") == 1
+    assert "Traceback" not in result.stderr
