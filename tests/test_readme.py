@@ -42,7 +42,7 @@ def test_the_table_of_the_api_is_the_api():
 
 
 def test_the_files_and_make_targets_it_names_are_there():
-    for path in re.findall(r"(?<![\w/])((?:src|docs|tools|examples|tests|bench)/[\w./]*\w)", TEXT):
+    for path in re.findall(r"(?<![\w/])((?:src|docs|tools|examples|tests|bench)/[\w./-]*\w)", TEXT):
         assert (ROOT / path).exists(), path
     targets = re.search(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert set(re.findall(r"`make ([\w-]+)`", TEXT)) <= set(targets)
