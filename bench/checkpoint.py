@@ -1,17 +1,23 @@
-"""Checkpoints against the drive and against torch's: ``python -m bench.checkpoint --shape 125m --tier host --directory DIR``.
+"""Checkpoints against the drive, torch's and DeepSpeed's: ``python -m bench.checkpoint --shape 1b --tier host``.
 
-One run, interleaved rounds, medians. A drive's own speed is that of direct reads and writes of the same number of bytes, 16 MiB
-at a time with four threads. Files are put out of the page cache before each read. ``dcp`` is torch's distributed checkpoint of
-the same states: fp32 parameters and moments, in host memory. Also measured: how long ``save(block=False)`` keeps the caller,
-and what the steps that follow it take longer.
+One run, interleaved rounds, medians, as rates (bytes of states per second) and ratios of rates. A drive's own speed is that of
+direct reads and writes, 16 MiB at a time with four threads. Files are put out of the page cache before each read. ``load`` goes
+into an optimizer that was just built, as when a training is resumed; ``load over`` into one that has stepped. ``dcp`` is the
+distributed checkpoint of torch, of fp32 parameters and moments in host memory, on the disk as ours is; DeepSpeed's is that of
+the 125m shape with ZeRO-3 and states on the host, in a process of its own. Also measured: how long ``save(block=False)`` keeps
+the caller, and what the steps that follow it take longer. No round is begun after ``--seconds``; ``--shape 3b`` needs 36 GB on
+the drive and 80 GB of host memory.
 """
 
 import argparse
-import importlib.util
+import contextlib
+import gc
 import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +34,9 @@ from unwall.native.memory import HostMemory
 BLOCK_BYTES = 16 << 20
 THREADS = 4
 STEPS_BESIDE = 3
+SAMPLE_BYTES = 6 << 30
+"""At most so much of the drive is measured, and so many bytes of states given to others."""
+DEEPSPEED_SECONDS = 100
 
 
 def timed(work):
@@ -83,9 +92,15 @@ class Training:
         with unwall.init(plan):
             self.model = Decoder(SHAPES[shape])
         unwall.shard(self.model, plan)
-        self.optimizer = unwall.AdamW(self.model.parameters(), lr=1e-4)
+        self.renew()
         self.device = unwall.api.engine(self.model).device.device
         self.tokens = torch.randint(0, SHAPES[shape].vocab, (1, tokens), device=self.device)
+
+    def renew(self):
+        """An optimizer that has not stepped."""
+        self.optimizer = None
+        gc.collect()
+        self.optimizer = unwall.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self):
         self.model(self.tokens, self.tokens).backward()
@@ -101,27 +116,31 @@ class Training:
             torch.cuda.synchronize()
 
 
-def ours(training, folder):
-    """Seconds of each part of our own."""
+def ours(training, folder, nbytes):
+    """Bytes and seconds of each part of our own."""
     found = {}
-    model, optimizer = training.model, training.optimizer
-    found["save"], path = timed(lambda: unwall.save(folder, model, optimizer, keep=1))
+    model = training.model
+    found["save"], path = timed(lambda: unwall.save(folder, model, training.optimizer))
+    training.renew()
     forget(folder)
-    found["load"], _ = timed(lambda: unwall.load(path, model, optimizer))
-    training.steps(1)
+    found["load"], _ = timed(lambda: unwall.load(path, model, training.optimizer))
+    forget(folder)
+    found["load over"], _ = timed(lambda: unwall.load(path, model, training.optimizer))
+    shutil.rmtree(folder)  # the drive may not hold two
+    training.steps(2)
     calm, _ = timed(lambda: training.steps(STEPS_BESIDE))
-    found["async: caller kept"], pending = timed(lambda: unwall.save(folder, model, optimizer, keep=1, block=False))
+    found["async: caller kept"], pending = timed(lambda: unwall.save(folder, model, training.optimizer, block=False))
     beside, _ = timed(lambda: training.steps(STEPS_BESIDE))
-    found["async: steps longer by"] = beside - calm
     rest, _ = timed(pending.wait)
     found["async: all of it"] = found["async: caller kept"] + beside + rest
-    return found
+    found[f"{STEPS_BESIDE} steps, calm"], found[f"{STEPS_BESIDE} steps, beside a save"] = calm, beside
+    shutil.rmtree(folder)
+    return {name: (nbytes, seconds) for name, seconds in found.items()}
 
 
 def theirs(states, folder):
-    """Seconds of torch's distributed checkpoint."""
+    """The same of torch's distributed checkpoint."""
     found = {}
-    shutil.rmtree(folder, ignore_errors=True)
 
     def save():
         dcp.save(states, checkpoint_id=folder)
@@ -130,9 +149,73 @@ def theirs(states, folder):
     found["dcp save"], _ = timed(save)
     found["dcp load"], _ = timed(lambda: dcp.load(states, checkpoint_id=folder))
     shutil.rmtree(folder)
-    found["dcp async_save: caller kept"], future = timed(lambda: dcp.async_save(states, checkpoint_id=folder))
+    found["dcp async: caller kept"], future = timed(lambda: dcp.async_save(states, checkpoint_id=folder))
     future.result()
+    shutil.rmtree(folder)
+    nbytes = sum(tensor.nbytes for tensor in states.values())
+    return {name: (nbytes, seconds) for name, seconds in found.items()}
+
+
+def states_for(model):
+    """fp32 parameters and moments of the first parameters, at most ``SAMPLE_BYTES``."""
+    found, nbytes = {}, 0
+    for name, param in model.named_parameters():
+        nbytes += 12 * param.numel()
+        if found and nbytes > SAMPLE_BYTES:
+            break
+        found |= {f"{name}.{kind}": torch.ones(param.shape) for kind in ("p", "m", "v")}
     return found
+
+
+def deepspeed_worker(folder):
+    """In a process of its own: prints bytes and seconds of DeepSpeed's ``save_checkpoint``."""
+    import deepspeed
+    from bench.engines import Job
+    from bench.engines.deepspeed import settings
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29571"}
+    deepspeed.init_distributed()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = torch.randint(0, SHAPES["125m"].vocab, (1, 64), device=device)
+    job = Job(
+        shape=SHAPES["125m"],
+        device=device,
+        data=(tokens, tokens),
+        batch=1,
+        clip=None,
+        options={"offload": "cpu"},
+        scratch=Path(folder),
+    )
+    config = settings(job)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Decoder(SHAPES["125m"])
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+
+    def save():
+        engine.save_checkpoint(folder)
+        forget(folder)
+
+    save()
+    shutil.rmtree(folder)
+    seconds, _ = timed(save)
+    nbytes = 12 * sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
+    print("DEEPSPEED", json.dumps([nbytes, seconds]), flush=True)
+
+
+def deepspeeds(folder):
+    """The row of DeepSpeed, or why there is none."""
+    command = [sys.executable, "-m", "bench.checkpoint", "--deepspeed-worker", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEEPSPEED_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {}, f"DeepSpeed: not done after {DEEPSPEED_SECONDS} s"
+    for line in done.stdout.splitlines():
+        if line.startswith("DEEPSPEED "):
+            return {"deepspeed save": tuple(json.loads(line[10:]))}, ""
+    told = (done.stderr.strip() or "no output").splitlines()[-1]
+    return {}, f"DeepSpeed: not compared ({told})"
 
 
 def main():
@@ -142,9 +225,15 @@ def main():
     parser.add_argument("--directory", default=None)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--no-dcp", action="store_true")
+    parser.add_argument("--no-deepspeed", action="store_true")
     parser.add_argument("--json", default=None)
+    parser.add_argument("--deepspeed-worker", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.deepspeed_worker:
+        deepspeed_worker(options.deepspeed_worker)
+        return
     folder = Path(tempfile.mkdtemp(prefix="unwall-bench-", dir=options.directory))
     try:
         report = measure(options, folder)
@@ -156,42 +245,65 @@ def main():
 
 
 def measure(options, folder):
+    begin = time.perf_counter()
     training = Training(options.shape, options.tier, folder, options.tokens)
-    training.steps(3)
+    training.steps(2)
     nbytes = 12 * sum(param.numel() for param in training.model.parameters())
-    states = None
-    if not options.no_dcp:
-        shapes = {name: param.shape for name, param in training.model.named_parameters()}
-        states = {f"{name}.{kind}": torch.ones(shape) for name, shape in shapes.items() for kind in ("p", "m", "v")}
+    states = None if options.no_dcp else states_for(training.model)
+    sample = min(nbytes, SAMPLE_BYTES)
     rows = {}
-    for _ in range(options.rounds):
-        part = {"drive write": raw(folder / "raw", nbytes, True), "drive read": raw(folder / "raw", nbytes, False)}
+    for number in range(options.rounds):
+        if number and time.perf_counter() - begin > options.seconds:
+            break
+        part = {name: (sample, raw(folder / "raw", sample, write)) for name, write in DRIVE.items()}
         (folder / "raw").unlink()
-        part |= ours(training, folder / "ours")
+        part |= ours(training, folder / "ours", nbytes)
         if states is not None:
             part |= theirs(states, folder / "theirs")
-        for name, seconds in part.items():
-            rows.setdefault(name, []).append(seconds)
-    median = {name: statistics.median(values) for name, values in rows.items()}
-    lines = [f"{options.shape}, states on {options.tier}, {nbytes / 1e9:.1f} GB, {torch.__version__}, {os.cpu_count()} cores"]
-    for name, seconds in median.items():
-        lines.append(f"{name:28} {seconds:8.3f} s  {nbytes / seconds / 1e9:7.2f} GB/s")
-    write, read = median["drive write"], median["drive read"]
-    ratios = {
-        "save / drive (goal 0.85)": write / median["save"],
-        "load / drive (goal 0.85)": read / median["load"],
-        "caller kept / blocking save (goal 0.05)": median["async: caller kept"] / median["save"],
+        for name, found in part.items():
+            rows.setdefault(name, []).append(found)
+        print(f"round {number + 1} done after {time.perf_counter() - begin:.0f} s", flush=True)
+    del training, states
+    found, note = ({}, "DeepSpeed: left out") if options.no_deepspeed else deepspeeds(folder / "deepspeed")
+    rows |= {name: [row] for name, row in found.items()}
+    taken = time.perf_counter() - begin
+    what = f"{options.shape}, states on {options.tier}, {nbytes / 1e9:.1f} GB, {len(rows['save'])} rounds in {taken:.0f} s"
+    return {"text": table(what, rows, note), "rows": rows, "ratios": ratios(rows), "nbytes": nbytes}
+
+
+DRIVE = {"drive write": True, "drive read": False}
+
+
+def ratios(rows):
+    """What the goals are about: each name with its value and what it should be."""
+    rate = {name: statistics.median(nbytes / seconds for nbytes, seconds in found) for name, found in rows.items()}
+    steps = f"{STEPS_BESIDE} steps, "
+    pairs = {
+        "save against the drive": ("save", "drive write", ">= 0.85"),
+        "load against the drive": ("load", "drive read", ">= 0.85"),
+        "load over against the drive": ("load over", "drive read", "read twice"),
+        "async: caller kept, share of a blocking save": ("save", "async: caller kept", "<= 0.05"),
+        "async: steps beside it, times as long": (f"{steps}calm", f"{steps}beside a save", "about 1"),
+        "save against dcp": ("save", "dcp save", "> 1"),
+        "load against dcp": ("load", "dcp load", "> 1"),
+        "caller kept against dcp async_save": ("async: caller kept", "dcp async: caller kept", "> 1"),
+        "save against DeepSpeed": ("save", "deepspeed save", "> 1"),
     }
-    if states is not None:
-        ratios["save against dcp (goal above 1)"] = median["dcp save"] / median["save"]
-        ratios["load against dcp (goal above 1)"] = median["dcp load"] / median["load"]
-        kept = median["async: caller kept"]
-        ratios["caller kept against dcp.async_save (goal above 1)"] = median["dcp async_save: caller kept"] / kept
-    lines += [f"{name:52} {value:6.2f}" for name, value in ratios.items()]
-    if importlib.util.find_spec("deepspeed") is None:
-        lines.append("DeepSpeed is not installed: not compared")
-    return {"text": "\n".join(lines), "seconds": rows, "ratios": ratios, "nbytes": nbytes}
+    return {
+        name: (rate[one] / rate[other], goal) for name, (one, other, goal) in pairs.items() if one in rate and other in rate
+    }
+
+
+def table(what, rows, note):
+    lines = ["", f"{what}, torch {torch.__version__}, {os.cpu_count()} cores"]
+    for name, found in rows.items():
+        seconds = statistics.median(seconds for _, seconds in found)
+        rate = statistics.median(nbytes / seconds for nbytes, seconds in found)
+        lines.append(f"{name:28} {found[0][0] / 1e9:6.1f} GB {seconds:8.3f} s  {rate / 1e9:8.2f} GB/s")
+    lines += ["", *(f"{name:48} {value:6.2f}   goal {goal}" for name, (value, goal) in ratios(rows).items())]
+    return "\n".join([*lines, *([note] if note else [])])
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

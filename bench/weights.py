@@ -1,4 +1,4 @@
-"""Loading a model of ``transformers`` on two ranks: ``python -m bench.weights``.
+"""Loading a model of ``transformers`` on two ranks: ``python -m bench.weights``. Ranks may share a card.
 
 ``from_pretrained`` on every rank followed by ``shard``, against ``unwall.from_pretrained``, which reads each byte on the rank
 that owns it. Rounds alternate and the best of each counts. Files come from the page cache, or from the disk with ``--cold``.
@@ -68,7 +68,17 @@ def measure(rank, folder, store, options, results):
 
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "gloo" if not torch.cuda.is_available() else "cpu:gloo,cuda:nccl"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if torch.cuda.device_count() < RANKS:  # NCCL takes ranks of one card for ranks of different machines then
+            os.environ |= {
+                "NCCL_HOSTID": f"rank{rank}",
+                "NCCL_NET": "Socket",
+                "NCCL_SOCKET_IFNAME": "lo",
+                "NCCL_IB_DISABLE": "1",
+            }
     dist.init_process_group(backend, init_method=f"file://{store}/store", rank=rank, world_size=RANKS)
     best = {}
     for _ in range(options.rounds):

@@ -140,6 +140,7 @@ def test_pickles_are_never_run(model, tmp_path):
 
 def test_other_programs_checkpoints_are_named_with_the_command_that_converts_them(model, tmp_path):
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp.save(net().state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
     refuses(model, tmp_path / "dcp", r"DCP.*format_utils dcp_to_torch")
@@ -148,8 +149,15 @@ def test_other_programs_checkpoints_are_named_with_the_command_that_converts_the
     (step / "zero_pp_rank_0_mp_rank_00_model_states.pt").write_bytes(b"")
     refuses(model, tmp_path / "deepspeed", r"DeepSpeed ZeRO.*deepspeed/zero_to_fp32\.py .*deepspeed OUT")
     refuses(model, step, r"deepspeed/zero_to_fp32\.py .*deepspeed OUT")
+    for folder in ("dcp", "deepspeed"):
+        with pytest.raises(unwall.CheckpointError, match=r"convert it with .* and give load_weights"):
+            unwall.load(tmp_path / folder, model)
     unwall.save(tmp_path / "ours", model)
     refuses(model, tmp_path / "ours", r"checkpoints of unwall\.save.*unwall export")
+    dcp.save(other_weights(), checkpoint_id=tmp_path / "other", no_dist=True)
+    dcp_to_torch_save(tmp_path / "other", tmp_path / "weights.pt")
+    unwall.load_weights(model, tmp_path / "weights.pt")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other_weights().items())
 
 
 def one_rank_cannot_read(folder):

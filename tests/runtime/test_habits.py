@@ -1,5 +1,9 @@
 """What people write around a model: transforms of torch.func, generation, parameters left alone, output dtypes."""
 
+import copy
+import functools
+import pickle
+
 import pytest
 import torch
 import transformers
@@ -187,3 +191,59 @@ def fp8_over_ranks():
 def test_a_frozen_fp8_parameter_over_ranks(ranks):
     for seen, _ in ranks(2).run(fp8_over_ranks):
         assert seen == [0, 1, 2, 3]
+
+
+def with_optimizer(tier, folder):
+    model = seeded(chain)
+    unwall.shard(model, Plan(compute_dtype=torch.float32, disk=folder, **TIERS[tier]))
+    return model, unwall.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_hooks_on_parameters_that_come_after_shard_see_and_change_gradients(tmp_path, tier):
+    model, optimizer = with_optimizer(tier, tmp_path)
+    plain = seeded(chain)
+    pairs = (model, optimizer), (plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    seen = {}
+
+    def clamp(net, param):
+        seen[net].append(float(param.grad.norm()))
+        param.grad.clamp_(-1e-3, 1e-3)
+
+    for net, _ in pairs:
+        seen[net] = []
+        net[0].weight.register_hook(lambda grad: grad * 0.5)
+        net[2].weight.register_post_accumulate_grad_hook(functools.partial(clamp, net))
+    for net, update in pairs:
+        for step in range(2):
+            net(torch.randn(3, 64, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            update.step()
+            update.zero_grad()
+    assert seen[model] == pytest.approx(seen[plain])
+    assert_close(plain.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_parameters_are_read_and_written_in_inference_mode(tmp_path, tier):
+    model, _ = with_optimizer(tier, tmp_path)
+    before = seeded(chain)[0].weight.detach()
+    with torch.inference_mode():
+        assert torch.equal(model[0].weight * 1, before)
+        model[0].weight.mul_(2)
+        assert model(torch.ones(1, 64)).is_inference()
+    assert torch.equal(model.state_dict()["0.weight"], 2 * before)
+
+
+def test_what_cannot_be_done_says_what_to_write(tmp_path):
+    model, optimizer = with_optimizer("host", tmp_path)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    with pytest.raises(KeyError, match=r"Write optimizer\.states\(param\)\['exp_avg'\]"):
+        optimizer.state[model[0].weight]["exp_avg"]
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"optimizer\.state_dict\(\)"):
+            copied(optimizer)
+    with pytest.raises(RuntimeError, match=r"nn\.Parameter\(p\.detach\(\)\.clone\(\)\)"):
+        nn.Parameter(model[0].weight)
+    with pytest.raises(RuntimeError, match=r"before unwall\.shard"):
+        nn.utils.parametrizations.weight_norm(model[0])

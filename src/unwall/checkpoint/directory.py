@@ -20,6 +20,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.foreign import foreign
 from unwall.checkpoint.manifest import MANIFEST
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -34,12 +36,16 @@ def complete(directory: str | Path) -> list[Path]:
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest complete one in it. FileNotFoundError where there is none."""
+    """The checkpoint that ``path`` means: itself, or the newest complete one in it. FileNotFoundError where there is none,
+    CheckpointError where another program wrote one."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
     found = complete(path)
     if not found:
+        sentence = foreign(path)
+        if sentence is not None:
+            raise CheckpointError(sentence)
         left = len(_numbered(path)) if path.is_dir() else 0
         what = "no such directory" if not path.is_dir() else f"{left} that are not complete" if left else "none"
         raise FileNotFoundError(f"{path} has no complete checkpoint in it ({what})")

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from unwall.checkpoint.directory import complete
+from unwall.checkpoint.foreign import foreign
 from unwall.checkpoint.manifest import MANIFEST
 from unwall.checkpoint.weight_files import Entry, WeightFiles, WeightsError, read_entries
 
@@ -71,15 +72,6 @@ def _refuse_others(folder: Path) -> None:
             f"{folder} holds checkpoints of unwall.save: use unwall.load, or write the weights alone with "
             f"`unwall export {folder} OUT`"
         )
-    if (folder / ".metadata").is_file():
-        raise WeightsError(
-            f"{folder} is a torch.distributed.checkpoint (DCP) directory, whose index is a pickle: convert it with `python -m "
-            f"torch.distributed.checkpoint.format_utils dcp_to_torch {folder} weights.pt` and give load_weights that file"
-        )
-    inside = [folder, *(child for child in folder.glob("global_step*") if child.is_dir())]
-    if any(next(place.glob(pattern), None) for place in inside for pattern in ("*_model_states.pt", "*_optim_states.pt")):
-        root = folder.parent if folder.name.startswith("global_step") else folder
-        raise WeightsError(
-            f"{folder} is a DeepSpeed ZeRO checkpoint: convert it with the script that DeepSpeed put there, `python "
-            f"{root}/zero_to_fp32.py {root} OUT --safe_serialization`, and give load_weights OUT"
-        )
+    sentence = foreign(folder)
+    if sentence is not None:
+        raise WeightsError(sentence)

@@ -21,7 +21,7 @@ from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
 from unwall.checkpoint.reader import CheckpointFiles
 from unwall.checkpoint.restoring import Fresh, Goal, Restorer, fresh_state
-from unwall.checkpoint.save import finish_pending
+from unwall.checkpoint.save import begin
 from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
 from unwall.optim.adamw import AdamW
@@ -55,10 +55,8 @@ class _Prepared:
 
 def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
     """See ``unwall.load``."""
-    error: BaseException | None = finish_pending(engine)
-    engine.executor.together("load")
-    meeting = Meeting(engine.everyone)
-    meeting.agree(error)
+    error: BaseException | None = None
+    meeting = begin(engine, "load")
     prepared = _prepare(Path(path), engine, meeting, model, optimizer)
     try:
         with prepared.files:
@@ -75,12 +73,7 @@ def _prepare(
 ) -> _Prepared:
     """Finds, matches and verifies. Changes nothing; what is wrong on one rank is an error on all."""
     error: BaseException | None = None
-    found: Path | None = None
-    try:
-        found = find(path) if meeting.rank == 0 else None
-    except BaseException as failure:
-        error = failure
-    directory = Path(meeting.agree(error, None if found is None else str(found))[0])
+    directory = Path(meeting.together(lambda: str(find(path)) if meeting.rank == 0 else None)[0])
     prepared: _Prepared | None = None
     fresh: dict[tuple[int, str], Fresh] = {}
     try:

@@ -3,6 +3,7 @@
 import atexit
 import datetime
 import pickle
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,16 @@ class Meeting:
         part = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
         self._group._allgather_base(whole, part).wait()
         return [row[:size].numpy().tobytes() for row, size in zip(whole.view(self.size, -1), sizes.tolist(), strict=True)]
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """Every rank does its own part; gives what each came to. What fails on one fails on all, as in ``agree``."""
+        error: BaseException | None = None
+        thing = None
+        try:
+            thing = work()
+        except BaseException as failure:
+            error = failure
+        return self.agree(error, thing)
 
     def agree(self, error: BaseException | None, thing: Any = None) -> list[Any]:
         """Every rank's object, if all of them have one. Otherwise each rank raises its own error, or what the others' are."""

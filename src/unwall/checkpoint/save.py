@@ -86,6 +86,15 @@ def finish_pending(engine: Engine) -> BaseException | None:
     return None
 
 
+def begin(engine: Engine, what: str) -> Meeting:
+    """What every save and load does first, with all ranks: the save before it has ended, and raises what it failed with."""
+    error = finish_pending(engine)
+    engine.executor.together(what)
+    meeting = Meeting(engine.everyone)
+    meeting.agree(error)
+    return meeting
+
+
 def save_engine(
     path: str | os.PathLike[str],
     engine: Engine,
@@ -98,10 +107,7 @@ def save_engine(
     """See ``unwall.save``."""
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
-    error = finish_pending(engine)
-    engine.executor.together("save")
-    meeting = Meeting(engine.everyone)
-    meeting.agree(error)
+    meeting = begin(engine, "save")
     save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
     if block:
         save.run()

@@ -70,15 +70,13 @@ class Save:
             raise
 
     def _finish(self, parts: list[Manifest]) -> None:
-        error: BaseException | None = None
-        if self._claimed is not None:
-            try:
+        def complete() -> None:
+            if self._claimed is not None:
                 whole = merged(parts)
                 check_manifest(whole, "what was written")
                 self._claimed.finish(dumps(whole))
-            except BaseException as failure:
-                error = failure
-        self._meeting.agree(error)
+
+        self._meeting.together(complete)
         if self._claimed is not None and self._keep is not None:
             with contextlib.suppress(OSError):  # the checkpoint is there; an old one goes the next time
                 remove_old(self.directory.parent, self._keep)

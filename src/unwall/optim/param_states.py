@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 MASTER = "master"
 
 
+class ParamNumbers(dict[str, Any]):
+    """``optimizer.state[param]``: the step count. States as large as the parameter live on their tier."""
+
+    def __missing__(self, name: str) -> Any:
+        raise KeyError(
+            f"optimizer.state[param][{name!r}]: the states of a sharded model live in shards, on their tier. Write "
+            f"optimizer.states(param)[{name!r}]"
+        )
+
+
 class ParamStates(MutableMapping[str, Any]):
     """What an optimizer keeps of one parameter, by name, and the parameter in full precision as ``"master"``::
 

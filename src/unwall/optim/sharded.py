@@ -2,8 +2,9 @@
 
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from unwall.optim.group_update import host_work, make_states, settle, spans_in_m
 from unwall.optim.measure import Held, measure
 from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
-from unwall.optim.param_states import ParamStates
+from unwall.optim.param_states import ParamNumbers, ParamStates
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
@@ -59,8 +60,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What ``clip_grad_norm_`` has put off until the step: the factor."""
         self._warned = False
         super().__init__(params, defaults)
+        self.state = defaultdict(ParamNumbers)
         self.own = own_states(self)
         """The rule's states of each group."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError("a sharded model's optimizer cannot be copied: build another one and load optimizer.state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "a sharded model's optimizer cannot be pickled: save optimizer.state_dict(), or unwall.save(path, model, optimizer)"
+        )
 
     # -- the torch.optim face -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from unwall.planner.choose import ChosenPlan
-from unwall.planner.memory import ACTIVATIONS
+from unwall.planner.memory import ACTIVATIONS, IGNORED
 from unwall.plans import Plan
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes, written_bytes
@@ -19,7 +19,7 @@ def answer(plan: ChosenPlan) -> str:
     if found is None:
         return first
     used = dict(found.peak_bytes)
-    used["device"] += found.terms["device"].get(ACTIVATIONS, 0)
+    used["device"] += found.terms["device"].get(ACTIVATIONS, 0) + found.terms["device"].get(IGNORED, 0)
     per = " per rank" if plan.ranks > 1 else ""
     tiers = ", ".join(f"{tier} {_of(used[tier], plan.rooms.get(tier))}" for tier in _TIERS if used[tier])
     speed = f"{seconds(found.step_s)} per step ({found.tokens_per_s:,.0f} tokens/s), limited by {found.bound.limit}"

@@ -8,7 +8,7 @@ import torch
 
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job, Keeping, Workload, make_job
-from unwall.planner.memory import ACTIVATIONS, Terms, terms_of
+from unwall.planner.memory import ACTIVATIONS, IGNORED, Terms, terms_of
 from unwall.planner.outline import Outline
 from unwall.plans import Plan
 from unwall.runtime.resources import HOST_SHARE
@@ -134,11 +134,16 @@ def candidates(
 def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> tuple[Job, Terms]:
     """The candidate on the model, with the budgets that it is judged by. It need not fit: see :func:`shortage`."""
     job, terms = _build(candidate, outline, ranks, allowance, dtype, readable_bytes)
-    device = sum(terms["device"].values()) - terms["device"].get(ACTIVATIONS, 0)
+    device = _states_on_device(terms)
     missed = device > (job.plan.budget_device_bytes or 0) or sum(terms["host"].values()) > (job.plan.budget_host_bytes or 0)
     if missed and shortage(terms, allowance) is None:  # by the rounding alone
         return _build(candidate, outline, ranks, allowance, dtype, int)
     return job, terms
+
+
+def _states_on_device(terms: Terms) -> int:
+    """What ``device_bytes`` is about."""
+    return sum(nbytes for name, nbytes in terms["device"].items() if name not in (ACTIVATIONS, IGNORED))
 
 
 def _build(
@@ -154,7 +159,7 @@ def _build(
     fields = {**candidate.fields, "device_bytes": rounded(max(1, spare)), "host_bytes": rounded(allowance.host_bytes)}
     if "disk" in fields:
         fields["disk_bytes"] = rounded(allowance.disk_bytes)
-    plan = Plan(compute_dtype=dtype, activations=load.activations, passes=load.passes, **fields)
+    plan = Plan(compute_dtype=dtype, activations=load.activations, passes=load.passes, ignore=outline.ignore, **fields)
     job = make_job(outline, plan, ranks, load, spare, host_room(candidate, outline, allowance))
     return job, terms_of(job)
 
@@ -174,7 +179,7 @@ def device_room(candidate: Candidate, outline: Outline, allowance: Allowance) ->
     else:
         taken = described.activation_working_bytes(load.batch, load.seq)
         taken += described.checkpoint_bytes(load.batch, load.seq) if load.activations == "recompute" else 0
-    left = allowance.device_bytes - int(taken)
+    left = allowance.device_bytes - int(taken) - outline.ignored_bytes
     return left if allowance.device_budget_bytes is None else min(left, allowance.device_budget_bytes)
 
 
@@ -184,7 +189,7 @@ def shortage(terms: Terms, allowance: Allowance) -> Short | None:
     if allowance.together:
         needed["device"] += needed["host"]
         needed["host"] = 0
-    states = needed["device"] - terms["device"].get(ACTIVATIONS, 0)
+    states = needed["device"] - sum(terms["device"].values()) + _states_on_device(terms)
     if allowance.device_budget_bytes is not None and states > allowance.device_budget_bytes:
         return Short("device", states, allowance.device_budget_bytes)
     if needed["device"] > allowance.device_bytes:

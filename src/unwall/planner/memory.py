@@ -23,6 +23,7 @@ WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
 GATHERED, GRADIENTS_MOVING = "gathered at once", "gradients on their way"
 CHUNKS, RINGS, LOOKED_AT = "chunks under update", "rings between disk and device", "a state looked at"
 SHADOWS = "second places, for updates before the step"
+IGNORED = "parameters left alone, and their gradients"
 ACTIVATIONS, CHECKPOINTS = "activations (estimate)", "activation checkpoints (estimate)"
 
 Terms = dict[TierName, dict[str, int]]
@@ -38,6 +39,7 @@ def terms_of(job: Job) -> Terms:
     found["host"][SHADOWS] = sum(shadow_bytes(job.sizes[index]) for index in job.shadowed)
     on_device, on_host = job.activation_bytes()
     found["device"][ACTIVATIONS] = on_device
+    found["device"][IGNORED] = job.outline.ignored_bytes
     if on_host:
         found["host"][CHECKPOINTS] = on_host
     return {tier: {name: nbytes for name, nbytes in terms.items() if nbytes} for tier, terms in found.items()}

@@ -6,8 +6,8 @@ the last to the first. A model that registers its modules in another order than 
 trained right all the same: the engine watches.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -56,6 +56,15 @@ class Outline:
     operators: tuple[Operator, ...]
     tiles: int = 0
     """Into how many tiles the largest matrix of a description is cut. 0: a real module, which is cut as ``shard`` does it."""
+    ignore: Callable[[str, nn.Parameter], bool] | None = None
+    """As in ``Plan``: parameters that are left alone."""
+
+    @property
+    def ignored_bytes(self) -> int:
+        """What the parameters that are left alone take on the device, whole: their values and, trained, their gradients."""
+        named = self.module.named_parameters() if self.ignore is not None else ()
+        left = [param for name, param in named if self.ignore is not None and self.ignore(name, param)]
+        return sum(param.numel() * param.element_size() * (1 + param.requires_grad) for param in left)
 
     @cached_property
     def largest_tileable_numel(self) -> int:
@@ -67,6 +76,9 @@ class Outline:
         found: list[Stretch] = []
         for step in self._steps(groups):
             read, numel = step.groups, step.numel
+            if not read:  # all of it is left alone
+                read = found[-1].groups if found else (0,)
+                step = replace(step, groups=read)
             if found and (found[-1].groups, found[-1].block) == (read, step.block):
                 step = Stretch(
                     read,
@@ -86,9 +98,10 @@ class Outline:
             for entry in unit.entries:
                 places.setdefault(id(entry.param), []).append(index)
         for operator in self.operators:
-            whole = {places[id(param)][0] for param in operator.params if len(places[id(param)]) == 1}
-            tiles = [index for param in operator.params if len(places[id(param)]) > 1 for index in places[id(param)]]
-            numel = sum(param.numel() for param in operator.params)
+            params = [param for param in operator.params if id(param) in places]  # the others are left alone
+            whole = {places[id(param)][0] for param in params if len(places[id(param)]) == 1}
+            tiles = [index for param in params if len(places[id(param)]) > 1 for index in places[id(param)]]
+            numel = sum(param.numel() for param in params)
             if not tiles:
                 yield Stretch(tuple(sorted(whole)), numel, operator.active_numel, operator.pair_flops, operator.block)
             for index in tiles:

@@ -1,6 +1,7 @@
 """``unwall.plan`` and what the command does with it."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def plan(
     vocab: int = 0,
     tiles: int = 1,
     offload_activations: bool = False,
+    ignore: Callable[[str, nn.Parameter], bool] | None = None,
     progress: Progress | None = None,
 ) -> ChosenPlan:
     """The fastest plan that fits, with its prediction and those that lost: ``print`` it, or give it to ``unwall.shard``.
@@ -45,13 +47,18 @@ def plan(
     ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
     shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
     ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank, as in
-    ``Plan``. ``offload_activations`` also looks at activation checkpoints on the host.
+    ``Plan``. ``offload_activations`` also looks at activation checkpoints on the host. ``ignore``, of a module, is as in
+    ``Plan``: those parameters are counted whole on the device, and no states of them.
     PlanError says what would fit where nothing does.
     """
     check_objective(objective)  # before a large model is looked at
     if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
         raise PlanError(f"seq must be a whole number above 0, got {seq!r}")
     outline = read_model(model, vocab, tiles)
+    if ignore is not None:
+        if not isinstance(model, nn.Module):
+            raise PlanError(f"ignore goes by the names of a module's parameters, but the model is {model!r}: give a module")
+        outline = dataclasses.replace(outline, ignore=ignore)
     directory = None if disk is None else str(disk)
     machine, ranks = machine_of(hardware, ranks, disk, progress)
     if directory is None and hardware is not None and machine.disk_bytes:

@@ -158,8 +158,23 @@ class Absent(nn.Parameter):
         if func in OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        refuse_reader(sys._getframe(1).f_globals.get("__name__", ""))
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        refuse_reader(caller)
+        if caller == nn.Parameter.__module__ and func is T.detach:
+            raise RuntimeError(
+                "nn.Parameter(p) of a sharded parameter: a new parameter cannot share its memory. Write "
+                "nn.Parameter(p.detach().clone()), and apply weight_norm and the like before unwall.shard"
+            )
         return _call(func, args, kwargs)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """unwall takes gradients out of ``.grad`` in such a hook, which must stay the last one."""
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = super().register_post_accumulate_grad_hook(hook)
+            hooks = self._post_accumulate_grad_hooks
+            for key in [key for key, known in hooks.items() if getattr(known, "comes_last", False)]:
+                hooks[key] = hooks.pop(key)
+        return handle
 
     @property
     def data(self) -> torch.Tensor:

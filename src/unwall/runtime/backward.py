@@ -30,6 +30,9 @@ from unwall.tiers.ledger import BudgetError, Ledger
 class Arrived:
     """After autograd has accumulated a parameter's gradient. Held by autograd, out of the garbage collector's sight."""
 
+    comes_last = True
+    """Hooks of the user's that come after ``shard`` find the gradient where autograd has put it."""
+
     def __init__(self, backward: "Backward") -> None:
         self._backward = weakref.ref(backward)
 

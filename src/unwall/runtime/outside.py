@@ -183,7 +183,8 @@ class Outside:
         self._take(but=id(param))
         known = self._lent.get(id(param))
         if known is None or (self._engine.ranks.size > 1 and self._last != id(param)):
-            value = self._reader.read(param)
+            with torch.inference_mode(mode=False), torch.no_grad():  # what is made in inference mode counts no writes
+                value = self._reader.read(param)
             assert value is not None
             if known is None:
                 value = distributed_like(param, value)
