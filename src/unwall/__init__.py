@@ -2,7 +2,7 @@
 
 from unwall import nn, sparse
 from unwall._version import __version__
-from unwall.api import from_pretrained, full_params, init, move, no_sync, plan, probe, profile, shard, stats
+from unwall.api import from_pretrained, full_params, init, move, no_sync, pipeline, plan, probe, profile, shard, stats
 from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.load_weights import load_weights
 from unwall.checkpoint.public import load, save
@@ -37,6 +37,7 @@ __all__ = [
     "nn",
     "no_sync",
     "parallelize",
+    "pipeline",
     "plan",
     "probe",
     "profile",

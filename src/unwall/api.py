@@ -1,7 +1,7 @@
 """The public functions."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,34 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     load_waiting(model)
     model.__dict__["_is_accelerate_prepared"] = True  # Accelerate puts no DDP or autocast around it
     return model
+
+
+def pipeline(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    mesh: DeviceMesh,
+    microbatches: int,
+    loss: Callable[..., torch.Tensor] | None = None,
+    schedule: str = "1F1B",
+    split: Sequence[int] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Cuts a model over the ``pp`` dimension of a mesh, and shards each rank's part over the others.
+
+    Gives ``part, schedule``: what this rank holds of the model, sharded (for the optimizer and ``state_dict``, under the names
+    of the whole model), and torch's own schedule. Every rank calls ``schedule.step(...)``, those of the first stage with the
+    inputs and those of the last one with ``target=`` and ``losses=[]``; then ``optimizer.step()``. A batch is cut into
+    ``microbatches``; ``loss(output, target)`` is of one of them, and gradients are averaged over them.
+
+    ``schedule``: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, ZBVZeroBubble, InterleavedZeroBubble or DualPipeV. ``split``: how
+    many layers each stage runs, by default balanced by their cost. The model is an ``nn.Sequential`` or a decoder of
+    ``transformers``, built alike on every rank (whole, or on the meta device); under tensor parallelism it is spread before.
+    """
+    from unwall.parallel.pipeline import pipeline as cut  # torch's pipelining takes long to import
+
+    plan = Plan() if plan is None else plan
+    _check_plan(plan)
+    return cut(model, lambda part: shard(part, plan, mesh), engine, mesh, microbatches, loss, schedule, split)
 
 
 def from_pretrained(

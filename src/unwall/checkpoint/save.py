@@ -21,6 +21,7 @@ from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
+from unwall.checkpoint.spread import refuse_stages
 from unwall.checkpoint.writing import Save
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -88,6 +89,7 @@ def finish_pending(engine: Engine) -> BaseException | None:
 
 def begin(engine: Engine, what: str) -> Meeting:
     """What every save and load does first, with all ranks: the save before it has ended, and raises what it failed with."""
+    refuse_stages(engine, f"unwall.{what}")
     error = finish_pending(engine)
     engine.executor.together(what)
     meeting = Meeting(engine.everyone)

@@ -8,6 +8,7 @@ from torch import nn
 
 from unwall.checkpoint.boxes import Box, Part
 from unwall.checkpoint.errors import CheckpointError
+from unwall.runtime.engine import Engine
 from unwall.shards.dimensions import Others
 from unwall.shards.local import is_distributed, local
 
@@ -35,6 +36,15 @@ def writes(param: nn.Parameter, others: Others) -> bool:
         names = mesh.mesh_dim_names or ()
         spread = {name for name, placed in zip(names, placements, strict=True) if not placed.is_replicate()}
     return all(dimension.ranks.rank == 0 for dimension in others.tensor if dimension.name not in spread)
+
+
+def refuse_stages(engine: Engine, what: str) -> None:
+    """A checkpoint is of a whole model, and here each pipeline rank has some of its layers."""
+    if engine.others.pipeline:
+        raise RuntimeError(
+            f"{what} of a model that is cut into pipeline stages is not built: save part.state_dict() and "
+            "optimizer.state_dict() on the first data-parallel rank of each stage, under a name of its own, and load them there"
+        )
 
 
 def refuse_spread(model: nn.Module, what: str, instead: str) -> None:

@@ -9,7 +9,7 @@ a gradient that never comes) stays pinned to the end of the pass: memory, never 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -240,6 +240,24 @@ class Backward:
         self._note_task()
         self.tiles.take(param, place, use, write, self.sync)
         self._hand_out()
+
+    def take_left(self, params: Iterable[nn.Parameter]) -> None:
+        """Takes gradients of this rank that someone has put into ``.grad``, to be summed over the ranks at the step."""
+        indices = set()
+        for param in params:
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, param.grad = param.grad, None
+            if grad is None or id(param) not in self._places:
+                continue
+            for index, slot in self._places[id(param)]:
+                self._arriving(index)
+                gradient = self._gradients[index]
+                self._executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
+                with torch.no_grad():
+                    gradient.take(slot, local_gradient(param, grad))
+                indices.add(index)
+        for index in sorted(indices):
+            self._keep_local(index)
 
     def _keep_local(self, index: int) -> None:
         """``no_sync`` keeps whole gradients on every rank. Where they do not fit they are summed early: the same result."""

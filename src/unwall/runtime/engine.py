@@ -208,7 +208,7 @@ class Engine:
         """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
         for index in self.executor.take_reduced() if self.replicas is None else ():
             self._tell(self.listeners, index)
-        if not self.backward.running:
+        if not self.backward.running and self.forward.long is None:
             self.shown.show()
 
     def free_discarded(self) -> None:
@@ -342,6 +342,18 @@ class Engine:
                 self.loss_scale = 1.0
         else:
             gradient.forget(slots)
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Several forwards and backwards, in an order that repeats, are one pass: a step of a pipeline's schedule. ``.grad``
+        shows nothing before its end."""
+        self.shown.hide_for_a_while()
+        self.forward.long = 0
+        try:
+            yield
+        finally:
+            self.forward.long = None
+        self.shown.show()
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:

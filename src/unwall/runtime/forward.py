@@ -51,6 +51,8 @@ class Forward:
         self._handled = 0  # id of the exception in whose handler the outermost call was made
         self._thread = 0
         """Whose calls they are."""
+        self.long: int | None = None
+        """Inside ``Engine.one_pass``: how many forwards there were. They are one pass to the trace."""
 
     @property
     def running(self) -> bool:
@@ -181,7 +183,12 @@ class Forward:
         self._backward.restart()
         self._executor.agreement.begin_pass(torch.is_grad_enabled())
         self._beginning()
-        self._executor.begin_pass(torch.is_grad_enabled())
+        if self.long is None:
+            self._executor.begin_pass(torch.is_grad_enabled())
+            return
+        if self.long == 0:
+            self._executor.begin_pass("a schedule")
+        self.long += 1
 
     def _read(self, frame: Frame, index: int) -> None:
         with interrupts.deferred:

@@ -142,6 +142,14 @@ class Shown:
                 if places is not None and self._marks.pop(places, None) is not None:
                     params[places].grad = None
 
+    def hide_for_a_while(self) -> None:
+        """Whoever writes to ``.grad`` meanwhile finds nothing there. ``show`` ends that."""
+        self.adopt()
+        with torch._C.DisableTorchFunctionSubclass():
+            for places in self._marks:
+                self._params[places].grad = None
+        self._marks.clear()
+
     def hide_all(self) -> None:
         self.hide(list(self._marks))
 
