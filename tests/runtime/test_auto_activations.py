@@ -107,7 +107,7 @@ def test_without_a_card_and_without_a_budget_everything_is_kept():
 def test_a_longer_batch_is_decided_for_at_once_and_a_shorter_one_too():
     model, _ = decoder()
     tokens = torch.arange(128).view(2, 64) % 40
-    sharded(model, params="device", optimizer="device", device_bytes="64MiB")
+    sharded(model, params="device", optimizer="device", device_bytes="4MiB")
     found = decides(model)
     for _ in range(3):
         model(tokens[:, :8], labels=tokens[:, :8]).loss.backward()

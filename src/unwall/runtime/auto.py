@@ -154,7 +154,8 @@ class Auto:
 
     def _decide(self, observed: Observed, *, may_move: bool) -> None:
         step = max(1, observed.room_bytes // STEPS)
-        room = min(observed.room_bytes, -(-self._room.left_bytes() // step) * step)
+        left = self._room.left_bytes()
+        room = observed.room_bytes if left > observed.room_bytes - step else left // step * step
         key = (round(self._ratio, 2), room, may_move)
         if key not in self._decided:
             self._decided[key] = observed.best(self._ratio, room, observed.link if may_move else NO_LINK)
