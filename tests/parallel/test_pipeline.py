@@ -64,7 +64,7 @@ def trained(build, kind, options, sizes, microbatches=4, steps=5):
 def test_a_schedule_trains_as_one_process_does(ranks):
     for far, norm, counted in ranks(4).run(trained, layers, "1F1B", {}, {"pp": 2, "dp": 2}):
         assert max(far, norm) < 1e-6
-        assert counted == [1.0, 1.0, 0]  # each element gathered once and reduced once in four microbatches, nothing mispredicted
+        assert counted == [1.0, 1.0, 0]  # elements gathered and reduced once each in four microbatches
 
 
 def test_zero_bubbles_on_the_host(ranks):
