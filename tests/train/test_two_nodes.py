@@ -90,7 +90,7 @@ class Node:
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
                 ["ip", "netns", "exec", name, *launcher], stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-                env=environment(GLOO_SOCKET_IFNAME="cable", TP_SOCKET_IFNAME="cable"),
+                env=environment(GLOO_SOCKET_IFNAME="cable", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
             )  # fmt: skip
 
     def kill(self):

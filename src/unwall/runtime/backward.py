@@ -155,7 +155,11 @@ class Backward:
         if call.task != task:  # a graph may be used by several backwards
             call.task = task
             for index, slot in call.places:
-                self._awaiting[index].add(slot)
+                awaited = self._awaiting[index]
+                if slot not in awaited:  # several forwards came first: what the backwards before this one brought comes again
+                    gradient = self._gradients[index]
+                    awaited |= (gradient.present | gradient.pending) - gradient.arrived
+                    awaited.add(slot)
         for index in call.groups:
             self.pin(index)
         if not call.started:
