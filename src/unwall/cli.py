@@ -230,7 +230,7 @@ def export(
         from unwall.checkpoint.offline import export_checkpoint
         from unwall.planner.read import read_dtype
 
-        for path in export_checkpoint(checkpoint, out, read_dtype(dtype), max_shard_size):
+        for path in export_checkpoint(_of_run(checkpoint), out, read_dtype(dtype), max_shard_size):
             typer.echo(str(path))
 
 
@@ -244,11 +244,21 @@ def inspect(
     with _said_plainly():
         from unwall.checkpoint.inspection import inspect_checkpoint, tables
 
-        found = inspect_checkpoint(checkpoint, verify)
+        found = inspect_checkpoint(_of_run(checkpoint), verify)
         if as_json:
             print(json.dumps(found.to_dict(), indent=2))
         else:
             _console().print(tables(found))
+
+
+def _of_run(path: Path) -> Path:
+    """The checkpoints of a directory that ``unwall train --out`` made; any other path as it is."""
+    run = path.parent if path.name == "checkpoints" else path
+    if not (run / "run.json").is_file():
+        return path
+    if any((run / "checkpoints").glob("adapters-*")):
+        raise ValueError(f"{run}: a run with --lora, whose checkpoints hold adapters alone; {run} itself is what peft loads")
+    return run / "checkpoints"
 
 
 def _console() -> Any:
@@ -276,16 +286,26 @@ def _said_plainly() -> Iterator[None]:
 
 @contextmanager
 def _progress() -> "Iterator[Progress | None]":
-    """A bar for the probe, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+    """Says on standard error that the machine is measured: a bar on a terminal, a line elsewhere. Nothing where it is not."""
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda name, done, total: bar.update(task, description=f"measuring: {name}", completed=done, total=total)
+    bar = Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    task = bar.add_task("measuring this machine, once", total=None)
+
+    def told(name: str, done: int, total: int) -> None:
+        if done == 0 and bar.disable:
+            typer.echo("measuring this machine, once: half a minute or less", err=True)
+        if done == 0:
+            bar.start()
+        bar.update(task, description=f"measuring this machine, once: {name}", completed=done, total=total)
+        if done == total:  # what comes next has lines of its own
+            bar.stop()
+
+    try:
+        yield told
+    finally:
+        bar.stop()
 
 
 if __name__ == "__main__":

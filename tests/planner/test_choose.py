@@ -8,6 +8,7 @@ from planner_tools import MACHINE, decoder
 
 import unwall
 from unwall.planner import public
+from unwall.planner.answer import answer
 from unwall.planner.choose import choose
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import load
@@ -93,16 +94,18 @@ def test_memory_as_the_objective():
 
 
 def test_budgets_are_kept():
-    found = choose(decoder(), MACHINE, device_bytes=900 << 10)
-    assert found.device_bytes <= 900 << 10
-    assert found.prediction.peak_bytes["device"] <= 900 << 10
+    given = 4 * MIB
+    found = choose(decoder(), MACHINE, batch=8, device_bytes=given)  # for states and activations together
+    assert found.prediction.peak_bytes["device"] <= found.device_bytes < given
+    assert found.prediction.tier_bytes("device") <= given
+    assert "of 4.0 MiB" in answer(found)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"host_bytes": 200 * MIB}, ["of host memory per node", "ranks instead of 1", "a disk with"]),
-        ({"device_bytes": 20 * MIB}, ["devices with"]),
+        ({"device_bytes": MIB}, ["devices with"]),
     ],
 )
 def test_when_nothing_fits_it_says_what_would(changes, words):

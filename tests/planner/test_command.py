@@ -13,6 +13,7 @@ from test_probe import counted as counted  # a fixture
 from typer.testing import CliRunner
 
 import unwall
+from unwall import cli
 from unwall.cli import app
 from unwall.planner import measure
 
@@ -249,3 +250,26 @@ def test_tiles_are_named_where_they_help():
     assert told, found.output
     again = run(*asked, "--tiles", told[1])
     assert again.exit_code == 0, again.output
+
+
+def test_measuring_is_announced_where_it_happens(capfd):
+    with cli._progress():
+        pass
+    assert capfd.readouterr().err == ""
+    with cli._progress() as told:
+        told("links", 0, 1)
+        told("done", 1, 1)
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.count("measuring this machine, once") == 1
+
+
+def test_a_run_directory_means_its_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert cli._of_run(tmp_path) == tmp_path  # not of a run
+    (tmp_path / "run.json").write_text("{}")
+    assert cli._of_run(tmp_path) == tmp_path / "checkpoints" == cli._of_run(tmp_path / "checkpoints")
+    assert cli._of_run(tmp_path / "checkpoints" / "checkpoint-000001").name == "checkpoint-000001"
+    (tmp_path / "checkpoints" / "adapters-000000002.pt").touch()
+    with pytest.raises(ValueError, match="is what peft loads"):
+        cli._of_run(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from unwall.cli import app
+from unwall.report.chart import Curve, Level, chart
 from unwall.report.page import write_report
 from unwall.report.run import ReportError, read_run
 
@@ -119,3 +120,11 @@ def test_it_works_by_keyboard_and_in_light_and_dark(run):
     assert found["wide"]
     assert found["fits"]
     assert found["before"] != found["after"]
+
+
+def test_a_level_far_above_the_curves_does_not_flatten_them():
+    held = Curve("held", "device", [(1, 1.0), (2, 2.0)])
+    levels = [Level("predicted", "c2", 3.0), Level("budget", "c7", 2000.0)]
+    found = chart("Device", [held], levels, shown=lambda value: f"{value:g}", from_zero=True)
+    assert found.count('class="level') == 1
+    assert "budget 2000, above the chart" in found

@@ -88,6 +88,7 @@ def test_an_out_directory_of_something_else(place):
     given = {"model": str(place / "model"), "plan": str(place / "plan.toml"), "steps": 1, "seq": 32, "batch": 1}
     train_here(**given, data=place / "data.jsonl", out=place / "taken")
     assert "holds another run (--seed was 0, is 4)" in said(place, "--seed", 4, out=place / "taken")
+    assert json.loads((place / "taken" / "run.json").read_text())["status"] == "finished"  # a refused start changes nothing
     with (place / "data.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
     assert "data.jsonl changed since this run began" in said(place, "--steps", 2, out=place / "taken")

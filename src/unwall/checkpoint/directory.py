@@ -47,8 +47,8 @@ def find(path: str | Path) -> Path:
         if sentence is not None:
             raise CheckpointError(sentence)
         left = len(_numbered(path)) if path.is_dir() else 0
-        what = "no such directory" if not path.is_dir() else f"{left} that are not complete" if left else "none"
-        raise FileNotFoundError(f"{path} has no complete checkpoint in it ({what})")
+        what = " (no such directory)" if not path.is_dir() else f" ({left} that are not complete)" if left else ""
+        raise FileNotFoundError(f"{path} has no complete checkpoint in it{what}")
     return found[-1]
 
 

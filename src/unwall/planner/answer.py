@@ -12,7 +12,7 @@ _TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 
 
 def answer(plan: ChosenPlan) -> str:
-    """``6.44 B parameters on 4090 PC: fits; device 21.4 of 24.0 GiB, ...; 6.1 s per step, limited by disk writes``."""
+    """``6.44 B parameters on 4090 PC: fits; device 21.4 GiB of 24.0 GiB, ...; 6.1 s per step, limited by disk writes``."""
     many = f", {plan.ranks} ranks" if plan.ranks > 1 else ""
     first = f"{count(plan.model_params)} parameters on {plan.machine}{many}: fits"
     found = plan.prediction

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Job, Keeping, Workload, make_job
+from unwall.planner.job import Job, Keeping, Workload, activation_bytes, make_job
 from unwall.planner.memory import ACTIVATIONS, IGNORED, Terms, terms_of
 from unwall.planner.outline import Outline
 from unwall.plans import Plan
@@ -24,9 +24,9 @@ class Allowance:
     """What one rank may use, in bytes, and where its drives are."""
 
     device_bytes: int
-    """States and activations."""
+    """The device's own, for states and activations."""
     device_budget_bytes: int | None
-    """States only, where the user says so."""
+    """The same, where the user says how much."""
     host_bytes: int
     disk_bytes: int
     directory: str | None
@@ -142,7 +142,7 @@ def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowan
 
 
 def _states_on_device(terms: Terms) -> int:
-    """What ``device_bytes`` is about."""
+    """What ``device_bytes`` of a plan is about whose ``activations`` are decided."""
     return sum(nbytes for name, nbytes in terms["device"].items() if name not in (ACTIVATIONS, IGNORED))
 
 
@@ -166,32 +166,26 @@ def _build(
 
 def host_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> int:
     """What activation checkpoints leave for states."""
-    load = candidate.workload
-    taken = outline.description.checkpoint_bytes(load.batch, load.seq) if load.activations == "host" else 0
-    return max(0, allowance.host_bytes - int(taken))
+    return max(0, allowance.host_bytes - activation_bytes(outline, candidate.workload)[1])
 
 
 def device_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> int:
     """What activations leave for states; less than nothing where they alone are too much."""
-    load, described = candidate.workload, outline.description
-    if load.activations == "keep":
-        taken = described.activation_bytes(load.batch, load.seq)
-    else:
-        taken = described.activation_working_bytes(load.batch, load.seq)
-        taken += described.checkpoint_bytes(load.batch, load.seq) if load.activations == "recompute" else 0
-    left = allowance.device_bytes - int(taken) - outline.ignored_bytes
-    return left if allowance.device_budget_bytes is None else min(left, allowance.device_budget_bytes)
+    taken, _ = activation_bytes(outline, candidate.workload)
+    there, given = allowance.device_bytes, allowance.device_budget_bytes
+    return (there if given is None else min(there, given)) - taken - outline.ignored_bytes
 
 
 def shortage(terms: Terms, allowance: Allowance) -> Short | None:
     """The first tier that is too small, or None where the job fits."""
     needed: dict[TierName, int] = {tier: sum(found.values()) for tier, found in terms.items()}
+    if allowance.device_budget_bytes is not None and needed["device"] > allowance.device_budget_bytes:
+        return Short("device", needed["device"], allowance.device_budget_bytes)
+    if allowance.host_given and needed["host"] > allowance.host_bytes:
+        return Short("host", needed["host"], allowance.host_bytes)
     if allowance.together:
         needed["device"] += needed["host"]
         needed["host"] = 0
-    states = needed["device"] - sum(terms["device"].values()) + _states_on_device(terms)
-    if allowance.device_budget_bytes is not None and states > allowance.device_budget_bytes:
-        return Short("device", states, allowance.device_budget_bytes)
     if needed["device"] > allowance.device_bytes:
         return Short("device", needed["device"], allowance.device_bytes)
     if needed["host"] > allowance.host_bytes:

@@ -88,13 +88,18 @@ class Job:
         return {tier: sum(count(*pair) for pair in pairs) for tier, count in of.items()}
 
     def activation_bytes(self) -> tuple[int, int]:
-        """On the device and on the host, of one rank: what stays for backward, and what is recomputed at a time."""
-        described, load = self.outline.description, self.workload
-        if load.activations == "keep":
-            return int(described.activation_bytes(load.batch, load.seq)), 0
-        kept = int(described.checkpoint_bytes(load.batch, load.seq))
-        working = int(described.activation_working_bytes(load.batch, load.seq))
-        return (kept + working, 0) if load.activations == "recompute" else (working, kept)
+        """On the device and on the host."""
+        return activation_bytes(self.outline, self.workload)
+
+
+def activation_bytes(outline: Outline, load: Workload) -> tuple[int, int]:
+    """On the device and on the host, of one rank: what stays for backward, and what is recomputed at a time."""
+    described = outline.description
+    if load.activations == "keep":
+        return int(described.activation_bytes(load.batch, load.seq)), 0
+    kept = int(described.checkpoint_bytes(load.batch, load.seq))
+    working = int(described.activation_working_bytes(load.batch, load.seq))
+    return (kept + working, 0) if load.activations == "recompute" else (working, kept)
 
 
 def make_job(

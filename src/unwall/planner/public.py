@@ -46,9 +46,10 @@ def plan(
 
     ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
     shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
-    ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank, as in
-    ``Plan``. ``offload_activations`` also looks at activation checkpoints on the host. ``ignore``, of a module, is as in
-    ``Plan``: those parameters are counted whole on the device, and no states of them.
+    ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank;
+    ``device_bytes`` is for states, gradients and activations together. ``offload_activations`` also looks at activation
+    checkpoints on the host. ``ignore``, of a module, is as in ``Plan``: those parameters are counted whole on the device, and
+    no states of them.
     PlanError says what would fit where nothing does.
     """
     check_objective(objective)  # before a large model is looked at

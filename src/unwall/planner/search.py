@@ -112,8 +112,8 @@ class Search:
         spare = device_room(candidate, self.outline, allowance)
         if spare <= 0:
             self._device_too_small.add(load)
-            needed, there = format_bytes(allowance.device_bytes - spare), format_bytes(allowance.device_bytes)
-            return f"activations alone need {needed} on the device, there are {there}"
+            there = min(allowance.device_bytes, allowance.device_budget_bytes or allowance.device_bytes)
+            return f"activations alone need {format_bytes(there - spare)} on the device, there are {format_bytes(there)}"
         job, terms = build(candidate, self.outline, self.ranks, allowance, self.dtype)
         lack: Short | None = shortage(terms, allowance)
         if lack is not None:

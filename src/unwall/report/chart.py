@@ -10,6 +10,8 @@ Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 240, 64, 12, 12, 26
 MAX_POINTS = 1200
 """More than there are pixels: neighbours are averaged."""
+FAR = 8.0
+"""How many times the largest value a level may be."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Level:
     name: str
     colour: str
     value: float
+
+
+def near(curves: Sequence[Curve], levels: Sequence[Level]) -> list[Level]:
+    """The levels that are drawn. One far above all curves would press them to the ground: it is only named."""
+    most = max((value for curve in curves for _, value in curve.points), default=0.0)
+    return [level for level in levels if not 0 < FAR * most < level.value]
 
 
 def thinned(points: Points, most: int = MAX_POINTS) -> list[tuple[float, float]]:
@@ -68,7 +76,7 @@ def chart(
     if not drawn:
         return ""
     xs = [x for curve in drawn for x, _ in curve.points]
-    ys = [y for curve in drawn for _, y in curve.points] + [level.value for level in levels]
+    ys = [y for curve in drawn for _, y in curve.points] + [level.value for level in near(drawn, levels)]
     left, right, low, high = min(xs), max(xs), 0.0 if from_zero else min(ys), max(ys)
     high = high if high > low else low + (abs(low) or 1.0) * 0.1
     low, high = low if from_zero else low - 0.04 * (high - low), high + 0.06 * (high - low)
@@ -81,7 +89,7 @@ def chart(
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * (y - low) / (high - low)
 
     parts = _grid(left, right, low, high, at_x, at_y, shown, unit)
-    for level in levels:
+    for level in near(drawn, levels):
         parts.append(f'<path class="level {level.colour}" d="M{_LEFT},{at_y(level.value):.1f}H{_WIDTH - _RIGHT}"/>')
     for curve in drawn:
         places = [f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in curve.points]
@@ -93,9 +101,10 @@ def chart(
     parts.append('<path class="cursor" d=""/>')
     said = [{"name": c.name, "points": [[x, shown(y), round(at_x(x), 1)] for x, y in c.points]} for c in drawn]
     legend = "".join(f'<li><i class="swatch {c.colour}"></i>{escape(c.name)}</li>' for c in drawn)
-    legend += "".join(
-        f'<li><i class="swatch dashed {v.colour}"></i>{escape(v.name)} {escape(shown(v.value))}</li>' for v in levels
-    )
+    kept = near(drawn, levels)
+    for level in levels:
+        said_of = f"{level.name} {shown(level.value)}{'' if level in kept else ', above the chart'}"
+        legend += f'<li><i class="swatch dashed {level.colour}"></i>{escape(said_of)}</li>'
     last = "; ".join(f"{c.name}: {shown(c.points[0][1])} at first, {shown(c.points[-1][1])} at last" for c in drawn)
     return (
         f'<figure class="chart"><figcaption>{escape(title)}</figcaption><ul class="legend">{legend}</ul>'

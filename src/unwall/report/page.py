@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from unwall.report.chart import Curve, Level, chart
+from unwall.report.chart import Curve, Level, chart, near
 from unwall.report.lanes import lanes, stall_table
 from unwall.report.run import TIERS, Run, is_number, read_run
 from unwall.tiers.sizes import format_bytes, parse_bytes
@@ -123,7 +123,9 @@ def _memory(run: Run) -> str:
         for name, value in (("predicted", run.number("prediction", "peak_bytes", tier)), ("budget", _budget(run, tier))):
             if value:
                 levels.append(Level(name, "c2" if name == "predicted" else "c7", value))
-        found += chart(tier.capitalize(), curves, levels, shown=_bytes, from_zero=True, unit=_unit(curves, levels))
+        found += chart(
+            tier.capitalize(), curves, levels, shown=_bytes, from_zero=True, unit=_unit(curves, near(curves, levels))
+        )
     stalled = [line["stall_seconds"] for line in run.steps if isinstance(line.get("stall_seconds"), dict)]
     links = sorted({str(link) for line in stalled for link in line})
     waits = [Curve(link, f"c{number % 8}", run.values("stall_seconds", link, 0.0)) for number, link in enumerate(links)]

@@ -26,7 +26,7 @@ from unwall.train.folder import RunFolder, finished
 from unwall.train.live import LiveLine
 from unwall.train.log import Log
 from unwall.train.loop import Loop, Progress
-from unwall.train.model import Trained, describe, empty_model, make_model, read_config
+from unwall.train.model import Trained, check_length, describe, empty_model, make_model, read_config
 from unwall.train.options import Options
 from unwall.train.order import Order
 from unwall.train.planning import Decision, decide, sequences_per_rank
@@ -51,7 +51,7 @@ def train(options: Options, progress: Told | None = None) -> None:
         asked = _train(options, folder, progress)
     except BaseException:
         with contextlib.suppress(OSError):
-            folder.write(status="failed")
+            folder.fail()
         raise
     finally:
         folder.release()
@@ -66,6 +66,7 @@ def _train(options: Options, folder: RunFolder, progress: Told | None) -> str | 
     with one_voice():
         sequences_per_rank(options, ranks)
         config = read_config(options)
+        check_length(options, config, rank)
         tokenizer = load_tokenizer(options.tokenizer_folder, config.get_text_config().vocab_size)
         files, others = find_files(options.data), find_files(options.eval_data, "--eval-data")
         if rank == 0:  # before the ranks meet: the machine is measured alone
@@ -89,9 +90,8 @@ def _first_line(options: Options, config: Any, progress: Told | None) -> Decisio
     given: Any = empty_model(options, config) if options.lora else Path(options.model)
     outline = outline_of(given, config.model_type) if options.lora else read_model(given)
     found = decide(options, outline, progress)
-    print(found.line, flush=True)
-    if options.verbose and found.chosen is not None:
-        print(found.chosen, flush=True)
+    detailed = options.verbose and found.chosen is not None and found.chosen.prediction is not None
+    print(found.chosen if detailed else found.line, flush=True)  # in detail it begins with the same line
     return found
 
 

@@ -28,6 +28,7 @@ class RunFolder:
         self.log = self.path / "log.jsonl"
         self._lock: int | None = None
         self._said: dict[str, Any] = {}
+        self._begun = False
 
     def claim(self, options: Options) -> list[str]:
         """Makes the directory, or takes the run up that is in it. Gives what is worth a word.
@@ -88,10 +89,16 @@ class RunFolder:
         partial.write_text(json.dumps(self._said, indent=1, default=str) + "\n")
         partial.replace(self.path / "run.json")
 
+    def fail(self) -> None:
+        """Notes that this run failed. A start that was refused leaves what an earlier one wrote as it is."""
+        if self._begun:
+            self.write(status="failed")
+
     def begin(self, options: Options, **fields: Any) -> None:
         """What is known before the first step."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         command = ["unwall", *sys.argv[1:]]
+        self._begun = True
         self.write(status="running", command=command, started=now, options=options.to_dict(), **fields)
 
     def same_data(self, data: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,18 @@ def read_config(options: Options) -> Any:
             f"{Path(options.model) / 'config.json'}"
         )
     return config
+
+
+def check_length(options: Options, config: Any, rank: int) -> None:
+    """TrainError for sequences that a model has no positions for; a word where it computes positions beyond those it knows."""
+    known = getattr(config, "max_position_embeddings", None)
+    if not isinstance(known, int) or options.seq <= known:
+        return
+    said = f"--seq {options.seq}: longer than the {known} positions of {options.model}"
+    if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None) or getattr(config, "alibi", False)):
+        raise TrainError(f"{said}, which are learned; use --seq {known} or less")
+    if rank == 0:
+        print(f"unwall: {said}: it was not made for the rest", file=sys.stderr, flush=True)
 
 
 def empty_model(options: Options, config: Any) -> nn.Module:

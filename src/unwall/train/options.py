@@ -107,8 +107,8 @@ class Options:
             raise TrainError(f"--lora-dropout is below 1, got {self.lora_dropout}")
         if self.batch % ((self.accumulate or 1) * (self.nproc or 1)):
             raise TrainError(
-                f"--batch {self.batch} cannot be divided evenly over {self.nproc or 1} processes and "
-                f"{self.accumulate or 1} passes: use a multiple of {(self.accumulate or 1) * (self.nproc or 1)}"
+                f"--batch {self.batch} cannot be divided evenly over --nproc {self.nproc or 1} times --accumulate "
+                f"{self.accumulate or 1}: use a multiple of {(self.accumulate or 1) * (self.nproc or 1)}"
             )
 
     def _check_choices(self) -> None:

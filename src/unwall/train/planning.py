@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from unwall.planner.answer import answer, count, plan_fields
+from unwall.planner.candidates import DEVICE_SHARE
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Keeping, Workload, make_job
+from unwall.planner.job import Keeping, Workload, activation_bytes, make_job
 from unwall.planner.outline import Outline
 from unwall.planner.predict import predict
 from unwall.planner.probe import Progress
@@ -91,10 +92,14 @@ def sequences_per_rank(options: Options, ranks: int) -> int:
     share = ranks * (options.accumulate or 1)
     if options.batch % share:
         raise TrainError(
-            f"--batch {options.batch} cannot be divided evenly over {ranks} ranks and {options.accumulate or 1} passes: use a "
+            f"--batch {options.batch} cannot be divided evenly over {ranks} ranks{_times(options.accumulate)}: use a "
             f"multiple of {share}"
         )
     return options.batch // ranks
+
+
+def _times(accumulate: int | None) -> str:
+    return f" and {accumulate} passes" if (accumulate or 1) > 1 else ""
 
 
 def _machine(directories: Any, ranks: int, local: int, progress: Progress | None) -> Hardware:
@@ -117,16 +122,17 @@ def _given(
     if per_rank % passes:
         raise TrainError(f"{options.plan}: {passes} passes do not divide the {per_rank} sequences per rank evenly")
     plan = Plan(**(fields | {"passes": passes, "reduce_op": "sum"}))
-    said = plan.activations
-    kept: Keeping = "host" if said == "disk" else "keep" if said == "auto" else said  # auto keeps what fits
-    load = Workload(batch=per_rank // passes, seq=options.seq, passes=passes, activations=kept, clip=options.clip > 0)
     prediction, why = None, ""
-    try:
-        prediction = _predicted(outline, plan, machine, ranks, load)
-    except (BudgetError, PlanError, ValueError) as error:
-        why = f"; no prediction: {(str(error).splitlines() or [''])[0]}"
+    for kept in _ways(plan):
+        load = Workload(batch=per_rank // passes, seq=options.seq, passes=passes, activations=kept, clip=options.clip > 0)
+        try:
+            prediction = _predicted(outline, _for_states(plan, outline, load, machine), machine, ranks, load)
+            break
+        except (BudgetError, PlanError, ValueError) as error:
+            why = f"; no prediction: {(str(error).splitlines() or [''])[0]}"
     host = plan.budget_host_bytes or machine.host_bytes // machine.devices_per_node
-    rooms: dict[TierName, int] = {"device": plan.budget_device_bytes or machine.device_bytes, "host": host}
+    of_all = plan.budget_device_bytes if plan.activations == "auto" else None
+    rooms: dict[TierName, int] = {"device": of_all or machine.device_bytes, "host": host}
     chosen = ChosenPlan(
         **{item.name: getattr(plan, item.name) for item in dataclasses.fields(Plan)}, name=options.plan,
         model=outline.description.name, model_params=outline.description.params, machine=machine.name, ranks=ranks,
@@ -134,6 +140,20 @@ def _given(
     )  # fmt: skip
     line = answer(chosen) if prediction is not None else f"{count(chosen.model_params)} parameters, {options.plan}{why}"
     return Decision(plan, passes, line, chosen, machine)
+
+
+def _ways(plan: Plan) -> tuple[Keeping, ...]:
+    """What activations are counted as, the first that fits."""
+    said = plan.activations
+    return ("keep", "recompute") if said == "auto" else ("host",) if said == "disk" else (said,)
+
+
+def _for_states(plan: Plan, outline: Outline, load: Workload, machine: Hardware) -> Plan:
+    """With ``"auto"`` the device budget holds activations, too: the plan with what they leave of it."""
+    if plan.activations != "auto":
+        return plan
+    there = plan.budget_device_bytes or int(DEVICE_SHARE * machine.device_bytes)
+    return dataclasses.replace(plan, device_bytes=max(1, there - activation_bytes(outline, load)[0] - outline.ignored_bytes))
 
 
 def _predicted(outline: Outline, plan: Plan, machine: Hardware, ranks: int, load: Workload) -> Any:
