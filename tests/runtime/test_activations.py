@@ -97,6 +97,29 @@ def test_a_storage_that_is_saved_often_moves_once(monkeypatch):
     assert moved_bytes(model, "host>device") == 0  # it was still there
 
 
+class Gated(nn.Module):
+    """A product saves both of its factors, and three matrices the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x)) * self.up(x)
+
+
+def test_what_left_comes_back_once():
+    """Also what several nodes have saved. A second copy would be written to memory that nobody holds any more."""
+    model = sharded(Gated())
+    engine = unwall.api.engine(model)
+    unwall.stats(model).reset()
+    model(torch.randn(4, 8, requires_grad=True) * 1).sum().backward()
+    assert moved_bytes(model) > 0
+    assert moved_bytes(model, "host>device") <= moved_bytes(model)
+    left = [layer for layer in engine.forward.saved.layers if isinstance(layer, saved_on_host.SavedOnHost)]
+    assert [len(layer._by_number) for layer in left] == [0]
+
+
 def test_host_memory_is_used_again_and_given_back():
     model = sharded(Projections())
     host = unwall.api.engine(model).tiers.host.ledger

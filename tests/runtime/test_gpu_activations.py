@@ -119,7 +119,7 @@ def test_auto_keeps_everything_where_it_fits():
     assert auto._plain  # nothing is measured any more
 
 
-@pytest.mark.parametrize("budget", ["420MiB", "600MiB"])
+@pytest.mark.parametrize("budget", ["360MiB", "420MiB"])
 def test_auto_stays_within_a_small_budget(budget):
     losses, _, _ = small_model(None, activations="keep")
     found, peak, auto = small_model(budget)
@@ -138,7 +138,7 @@ class Fails:
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
 
-@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("call", [1, 3])
 def test_an_out_of_memory_in_a_block_is_survived(call):
     losses, _, _ = small_model(None, activations="keep", steps=3)
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_an_out_of_memory_in_a_block_is_survived(call):
             loss = model(x, labels)
             loss.backward()
         except torch.OutOfMemoryError:
-            assert call == 4  # a pass that is not measured, or a backward: then the iteration is the loop's to run again
+            assert call == 3  # a pass that is not measured, or a backward: then the iteration is the loop's to run again
             return
         optimizer.step()
         found.append(loss.item())

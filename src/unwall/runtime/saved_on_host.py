@@ -7,7 +7,9 @@ host memory on a stream of its own while forward goes on. The device's memory is
 saved last is needed first, so the ones before it are on their way while it is used, ``AHEAD_BYTES`` of them. What is still on
 the device when it is needed does not come back: it never left.
 
-A storage that several nodes save (the input of three projections, the parts of a packed one) moves once. A tensor that is
+A storage that several nodes save (the input of three projections, the parts of a packed one) moves once, and comes back once:
+it stays until each of them has used it. One that nobody comes for (a graph that is dropped) must not give its memory back while
+the copy still writes to it. A tensor that is
 changed in place while its copy is under way would be saved in part before and in part after the change: that is an error in
 backward, as it is in plain PyTorch.
 """
@@ -95,7 +97,19 @@ class Leaving:
 class Moved:
     """A storage that was saved: on its way out, on the host, or on its way back."""
 
-    __slots__ = ("__weakref__", "_origin", "_shelf", "arrived", "back", "block", "leaving", "number", "spoiled")
+    __slots__ = (
+        "__weakref__",
+        "_origin",
+        "_shelf",
+        "arrived",
+        "back",
+        "block",
+        "leaving",
+        "number",
+        "spoiled",
+        "stream",
+        "uses",
+    )
 
     def __init__(self, shelf: Shelf, block: HostBlock, tensor: torch.Tensor, number: int) -> None:
         self._shelf = shelf
@@ -110,6 +124,10 @@ class Moved:
         """The storage that it came back in."""
         self.arrived: Done = None
         """The copy to the device has ended."""
+        self.stream: Any = None
+        """Whose memory it came back in."""
+        self.uses = 0
+        """How many have saved it and not used it yet."""
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether it is a copy of this tensor as it is now. While we know of a storage its address is no other's."""
@@ -122,6 +140,8 @@ class Moved:
         torch.UntypedStorage._free_weak_ref(self._origin)
         if leaving.done is not None and not leaving.done.query():
             leaving.stream.wait_event(leaving.done)  # the memory is used again after that, not before
+        if self.back is not None and self.arrived is not None and not self.arrived.query():
+            self.stream.wait_event(self.arrived)
         leaving.tensor = None
         self._shelf.put(self.block, self.arrived or leaving.done)
 
@@ -173,7 +193,10 @@ class SavedOnHost:
             return value
         with self._lock:
             moved = self._find(value) or self._send(value)
-        return value if moved is None else SavedView(moved, value)
+            if moved is None:
+                return value
+            moved.uses += 1
+        return SavedView(moved, value)
 
     def unpack(self, packed: Any, /) -> Any:
         if not isinstance(packed, SavedView):
@@ -241,11 +264,14 @@ class SavedOnHost:
                 "backward needs a tensor as it was in forward, but it has been modified since by an inplace operation: "
                 "do it out of place, or use Plan(activations='keep')"
             )
+        moved.uses -= 1
         if moved.leaving.tensor is not None:
             return moved.leaving.tensor.untyped_storage()
         self._fetch(moved)
-        storage, moved.back = moved.back, None  # whoever uses it now holds it; a second backward fetches it again
+        storage = moved.back
         assert storage is not None
+        if moved.uses <= 0:
+            moved.back = None  # the last one holds it; a second backward fetches it again
         if moved.arrived is not None:
             torch.cuda.current_stream(self._device).wait_event(moved.arrived)
         return storage
@@ -257,6 +283,8 @@ class SavedOnHost:
             moved = self._by_number.get(earlier)
             if moved is None or moved.leaving.tensor is not None:
                 return
+            if moved.uses <= 0:  # all have had it
+                continue
             ahead += moved.block.nbytes
             if ahead > self._ahead_bytes:
                 return
@@ -265,6 +293,7 @@ class SavedOnHost:
     def _fetch(self, moved: Moved) -> None:
         if moved.back is None:
             target = torch.empty(moved.block.nbytes, dtype=torch.uint8, device=self._device)
+            moved.stream = torch.cuda.current_stream(self._device) if target.is_cuda else None
             moved.arrived = self._copy(moved.block.data, target, outward=False, after=moved.leaving.done)
             moved.back = target.untyped_storage()
 

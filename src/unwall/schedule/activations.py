@@ -54,6 +54,8 @@ class Link:
     """What else leaves the device during forward takes so long."""
     busy_backward_seconds: float = 0.0
     """What else comes to the device during backward takes so long."""
+    whole_blocks: bool = True
+    """Whether all that a block has saved may move. Otherwise only inputs do."""
 
 
 NO_LINK = Link()
@@ -155,7 +157,7 @@ def _best(blocks: Sequence[Measured], budget_bytes: int, link: Link) -> tuple[Ch
         pick = torch.zeros_like(seconds, dtype=torch.int8)
         for code, choice in enumerate(CHOICES):
             down, right = -(-held_bytes(block, choice) // unit), -(-_moved(block, choice) // moved_unit)
-            if down > room or right >= columns:
+            if down > room or right >= columns or (choice == "move" and not link.whole_blocks):
                 continue
             after = torch.full_like(seconds, torch.inf)
             after[down:, right:] = seconds[: room + 1 - down, : columns - right] + _again(block, choice)
