@@ -201,7 +201,7 @@ def test_probe_prints_a_table_and_json(counted, tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "host memory under AdamW" in shown.output
     assert "20.0 GB/s" in shown.output
-    assert json.loads(run("probe", "--json").output)["host_memory_bytes_per_s"] == 20e9
+    assert json.loads(run("probe", "--json").stdout)["host_memory_bytes_per_s"] == 20e9
 
 
 def test_probe_without_permission(counted, tmp_path, monkeypatch):
@@ -220,7 +220,8 @@ def test_probe_of_no_directory(counted, tmp_path):
 def test_a_plan_for_this_machine_measures_it(counted):
     found = run("plan", "4x256", "--json")
     assert found.exit_code == 0, found.output
-    assert json.loads(found.output)["machine"] == "this machine"
+    assert json.loads(found.stdout)["machine"] == "this machine"
+    assert "measuring this machine, once" in found.stderr
     assert counted
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from types import SimpleNamespace
 
 import pytest
 from train_tools import make_jsonl, make_model, make_plan, make_tokenizer, run_process, train_here
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from unwall.cli import app
 from unwall.train import launch, planning
 from unwall.train.errors import TrainError
+from unwall.train.model import check_length
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +137,13 @@ def test_processes_that_fail_say_it_once(place):
     assert result.returncode == 2
     assert result.stderr.count("none of 1 samples can be used") == 1
     assert "Traceback" not in result.stderr
+
+
+def test_sequences_beyond_the_positions_of_a_model(capsys):
+    asked = SimpleNamespace(seq=128, model="model")
+    with pytest.raises(TrainError, match="longer than the 64 positions of model, which are learned; use --seq 64 or less"):
+        check_length(asked, SimpleNamespace(max_position_embeddings=64), 0)
+    check_length(asked, SimpleNamespace(max_position_embeddings=128), 0)
+    assert capsys.readouterr().err == ""
+    check_length(asked, SimpleNamespace(max_position_embeddings=64, rope_parameters={"rope_theta": 1e4}), 0)
+    assert "--seq 128: longer than the 64 positions of model" in capsys.readouterr().err

@@ -118,8 +118,9 @@ class OutFiles:
                 f"{self.folder} is not the directory that rank 0 writes to: all ranks need a file system that they share"
             )
 
-    def write(self, part: Match, values: torch.Tensor, near_start: int) -> None:
-        """Elements of the far side, from ``values``, which hold the near side from ``near_start`` on (flat, on the host)."""
+    def write(self, part: Match, values: torch.Tensor, near_start: int) -> int:
+        """Elements of the far side, from ``values``, which hold the near side from ``near_start`` on (flat, on the host).
+        Gives their bytes."""
         file, spec = self._places[part.far], self._specs[part.far]
         first = values.storage_offset() + part.near_start - near_start
         source = values.as_strided(part.extents, part.near_strides, first).to(spec.dtype)
@@ -130,11 +131,12 @@ class OutFiles:
             while data.nbytes:
                 done = os.pwrite(self._file(file), data, position)
                 data, position = data[done:], position + done
-            return
+            return source.nbytes
         with mmap.mmap(self._file(file), file.nbytes) as mapped:
             whole = torch.frombuffer(mapped, dtype=spec.dtype, count=spec.shape.numel(), offset=begin)
             whole.as_strided(part.extents, part.far_strides, part.far_start).copy_(source)
             del whole  # it lets go of the mapping
+        return source.nbytes
 
     def sync(self) -> None:
         """What this rank wrote is on the disk."""

@@ -128,20 +128,17 @@ def _write_owned(engine: Engine, held: dict[str, Held], goals: dict[str, list[Ma
                     name = names[id(group.params[slot])]
                     assert name is not None
                     values = view.get(run_start, numel).to("cpu")
-                    write_range(out, goals[name], values, param_start)
-                    advance(values.nbytes)
+                    advance(write_range(out, goals[name], values, param_start))
     if engine.ranks.rank == 0:
         for known in names.values():
             if known is not None and id(held[known].tensor) not in engine.places:
                 value = held[known].tensor.detach().to("cpu").contiguous().view(-1)
-                write_range(out, goals[known], value, 0)
+                advance(write_range(out, goals[known], value, 0))
 
 
-def write_range(out: OutFiles, matches: list[Match], values: torch.Tensor, start: int) -> None:
-    """Elements of a model's tensor from ``start`` on, to wherever they belong."""
-    for match in matches:
-        for part in cut(match, start, start + values.numel()):
-            out.write(part, values, start)
+def write_range(out: OutFiles, matches: list[Match], values: torch.Tensor, start: int) -> int:
+    """Elements of a model's tensor from ``start`` on, to wherever they belong. Gives the bytes written."""
+    return sum(out.write(part, values, start) for match in matches for part in cut(match, start, start + values.numel()))
 
 
 def _owned_pieces(engine: Engine, group: Group) -> Iterator[tuple[int, int, list[tuple[int, int, int, int]]]]:
