@@ -200,7 +200,7 @@ def _put_part(engine: Engine, place: Place, value: torch.Tensor, keep: bool) -> 
     group.generation += 1
     if not group.flat_is_home and group.residence is not Residence.ABSENT:
         # Others of the group may be the user's, or torch's loading, right now: they keep what they show.
-        kept = [(other, local(other)) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
+        kept = [(other, local(other).data) for other in group.params if id(other) in engine.lent or id(other) in engine.loading]
         group.drop()
         for other, data in kept:
             lay_out(other, data)
