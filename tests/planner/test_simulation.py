@@ -73,7 +73,7 @@ def trained(model, plan, workload):
 )
 def test_the_same_fetches_and_drops_in_the_same_order(fields, passes, recompute):
     torch.manual_seed(0)
-    plan, kind = Plan(**fields), Recomputed if recompute else Decoder
+    plan, kind = Plan(activations="keep", **fields), Recomputed if recompute else Decoder
     model = kind(width=128, layers=4, vocab=512)
     workload = Workload(batch=1, seq=8, passes=passes, activations="recompute" if recompute else "keep")
     expected = simulated(model, plan, workload)

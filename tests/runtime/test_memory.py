@@ -116,7 +116,7 @@ def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
 
 def count(stage, budget):
     """Parameters gathered and reduced in one iteration, once the engine knows the order of the layers."""
-    plan = Plan(stage=stage, compute_dtype=torch.float32, **ON_DEVICE)
+    plan = Plan(stage=stage, compute_dtype=torch.float32, tiles=1, **ON_DEVICE)
     model, optimizer, budget_bytes = build(plan, tight=budget == "small")
     for _ in range(3):
         unwall.stats(model).reset()

@@ -1,5 +1,7 @@
 """Where state lives changes nothing but speed: every placement gives the same bits, and budgets hold."""
 
+import re
+
 import pytest
 import torch
 from ranks import rank_and_world
@@ -36,7 +38,7 @@ def shard_with_some(model, plan_fields):
     try:
         unwall.shard(model, Plan(**plan_fields, params="device", optimizer="device", device_bytes=1))
     except PlanError as error:
-        all_bytes = int(str(error).split("device_bytes=")[-1].rstrip(")"))
+        all_bytes = int(re.search(r"device_bytes=(\d+)\)", str(error))[1])
     budget = all_bytes // 2
     while True:
         try:
@@ -106,7 +108,7 @@ def test_streaming_from_the_host_needs_little_device_memory():
     whole = sum(param.numel() * 4 for param in model.parameters())
     with pytest.raises(PlanError, match="device_bytes=") as refusal:
         unwall.shard(model, Plan(compute_dtype=torch.float32, params="host", optimizer="host", device_bytes=1))
-    budget = int(str(refusal.value).split("device_bytes=")[-1].rstrip(")"))
+    budget = int(re.search(r"device_bytes=(\d+)\)", str(refusal.value))[1])
     assert budget < whole  # the parameters alone would not fit
     unwall.shard(model, Plan(compute_dtype=torch.float32, params="host", optimizer="host", device_bytes=budget))
     optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
