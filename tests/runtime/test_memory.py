@@ -116,7 +116,7 @@ def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
 
 def count(stage, budget):
     """Parameters gathered and reduced in one iteration, once the engine knows the order of the layers."""
-    plan = Plan(stage=stage, compute_dtype=torch.float32, tiles=1, **ON_DEVICE)
+    plan = Plan(stage=stage, compute_dtype=torch.float32, **ON_DEVICE)
     model, optimizer, budget_bytes = build(plan, tight=budget == "small")
     for _ in range(3):
         unwall.stats(model).reset()
@@ -150,7 +150,7 @@ def test_stage_3_without_room_sends_three_psi(ranks, world):
         # Forward may fill the room that gradients take later. It is what lets backward find layers in place.
         kept = (budget_bytes - parameters - optimizer) // (4 * LAYER)
         assert kept < LAYERS
-        assert 2 * PSI - kept * LAYER <= gathered <= 2 * PSI
+        assert 2 * PSI - (kept + 2) * LAYER <= gathered <= 2 * PSI  # and parts of layers: groups may be smaller
         assert reduced == PSI
 
 
