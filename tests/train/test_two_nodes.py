@@ -70,7 +70,7 @@ def place(tmp_path):
 
 def options(place, out, steps):
     paths = {"model": place / "model", "data": place / "data.jsonl", "out": place / out, "plan": place / "plan.toml"}
-    return paths | {"seq": 48, "batch": 2, "lr": "1e-3", "schedule": "constant", "steps": steps, "save_every": 10}
+    return paths | {"seq": 48, "batch": 2, "lr": "1e-3", "schedule": "constant", "warmup": 0, "steps": steps, "save_every": 10}
 
 
 class Node:
