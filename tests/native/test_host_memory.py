@@ -7,20 +7,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from pages import resident
 
 from unwall.native.memory import HostMemory
 from unwall.native.pool import WorkerPool
 
 MIB = 1 << 20
-
-
-def resident(address, nbytes):
-    """The bytes of these addresses that are in memory now. The process's own total would count what other tests left."""
-    pages = -(-nbytes // mmap.PAGESIZE)
-    with open("/proc/self/pagemap", "rb") as file:
-        file.seek(address // mmap.PAGESIZE * 8)
-        entries = np.frombuffer(file.read(pages * 8), dtype=np.uint64)
-    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
 
 
 @pytest.fixture

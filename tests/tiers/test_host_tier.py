@@ -1,10 +1,9 @@
 """Host memory in exact sizes."""
 
-import gc
-
 import psutil
 import pytest
 import torch
+from pages import resident
 from tier_tools import MIB, PAGE
 
 from unwall.native.pool import WorkerPool
@@ -13,22 +12,20 @@ from unwall.tiers.host import HostTier
 from unwall.tiers.ledger import BudgetError
 
 
-def resident() -> int:
-    gc.collect()
-    return psutil.Process().memory_info().rss
-
-
 def test_a_block_takes_what_was_asked_for_and_gives_it_back():
     nbytes = 96 * MIB + 12345  # an allocator that rounds up to a power of two would take 128 MiB
     with WorkerPool(2) as pool:
         tier = HostTier(pool)
-        before = resident()
+        mapped = psutil.Process().memory_info().vms
         block = tier.allocate(nbytes)
-        taken = resident() - before
+        mapped = psutil.Process().memory_info().vms - mapped
+        address, taken = block.address, resident(block.address, nbytes)
         assert tier.ledger.live_bytes == nbytes
         tier.free(block)
-        left = resident() - before
-    assert nbytes - 2 * MIB < taken < nbytes + 8 * MIB
+        del block
+        left = resident(address, nbytes)
+    assert taken == -(-nbytes // PAGE) * PAGE
+    assert mapped < nbytes + 8 * MIB
     assert left < 8 * MIB
     assert tier.ledger.live_bytes == 0
 
