@@ -169,10 +169,16 @@ class AdamW(ShardedOptimizer):
 
     def _runs(self, group: Group, slots: set[int], numbers: dict[int, AdamWStep], ahead: int = 1) -> list[Run]:
         """The runs to update, keyed by the numbers of the step that comes ``ahead`` steps after the last one counted."""
-        keys = {}
-        for slot in slots:
-            param = group.params[slot]
-            keys[slot] = dataclasses.replace(numbers[id(param)], step=self.state[param].get("step", 0) + ahead)
+        keys: dict[int, AdamWStep] = {}
+        made: dict[tuple[int, int], AdamWStep] = {}
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of a class that asks are hashed
+            for slot in slots:
+                param = group.params[slot]
+                row, step = numbers[id(param)], self.state[param].get("step", 0) + ahead
+                key = made.get((id(row), step))
+                if key is None:
+                    key = made[id(row), step] = dataclasses.replace(row, step=step)
+                keys[slot] = key
         return runs_of(group.owned_segments(), keys, gap=SLOT_BYTES // group.layout.dtype.itemsize)
 
     def _numbers(self) -> dict[int, AdamWStep]:

@@ -74,6 +74,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._limit = limit
 
     def _measure(self) -> None:
+        alone = self._ranks == 1
+        self.stays = [alone and group.fetch_bytes == 0 and group.updated_in_place for group in self.groups]
+        """By group: once it is here nothing drops it, fetches it or changes where it is. Nothing is to be done at its uses."""
+        self.all_stay = all(self.stays)
         self._largest_fetch = max(group.fetch_bytes for group in self.groups)
         self._largest_reduce = max(gradient.reduce_bytes for gradient in self.gradients)
 
@@ -98,7 +102,8 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 if self._limit is not None:
                     self._limit.used()
                     self._stay_within()
-            self._make_resident(index)
+            if self.groups[index].residence is not Residence.RESIDENT:
+                self._make_resident(index)
             if new:
                 self.lane.enter(self.groups[index].name)
                 self._work_ahead()
@@ -106,6 +111,16 @@ class Executor(Generic[AnyGroup, AnyGradient]):
             self.pins.remove(index)
             self.agreement.fail(error)
             raise
+
+    def use_staying(self, index: int) -> None:
+        """The same for a group that ``stays``: only its first use finds something to do."""
+        if self.groups[index].residence is not Residence.RESIDENT:
+            self._make_resident(index)
+
+    def mark(self, index: int) -> None:
+        """What is computed from now on belongs to this group, which is here, on the time line."""
+        self.lane.leave()
+        self.lane.enter(self.groups[index].name)
 
     def release(self, index: int) -> None:
         """Takes back the pin of one ``use``."""
@@ -160,6 +175,11 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.finish_reduces()
         if not self._could_hold(nbytes):
             self._reduce_early(keep)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a rank alone has ``nbytes`` to spare as it is, so that ``make_room`` has nothing to do."""
+        free = self._free_bytes()
+        return self._ranks == 1 and (free is None or nbytes <= free)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
@@ -297,6 +317,11 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """Backward has ended: what was reduced of a gradient is all there is of it."""
         self._reduced += sorted(index for index in self._pieces if index not in self._reducing)
         self._pieces.clear()
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether ``take_reduced`` would give any."""
+        return bool(self._reduced)
 
     def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
