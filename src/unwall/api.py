@@ -17,6 +17,7 @@ from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.parallel.mesh import check_mesh, check_without_mesh, describe, everyone_in, read_mesh, roles_of, sizes_of
+from unwall.parallel.peers import Peers
 from unwall.parallel.tensor import parallelize
 from unwall.parallel.values import start_value
 from unwall.plans import Plan, PlanError
@@ -74,6 +75,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     made.unwritten |= unwritten
     arrange_activations(made, model)
     watch(made)
+    if others is not None and others.everyone is not None and mesh is not None:
+        others.peers = Peers(made, mesh)
     _guard_plain_optimizers()
     load_waiting(model)
     model.__dict__["_is_accelerate_prepared"] = True  # Accelerate puts no DDP or autocast around it

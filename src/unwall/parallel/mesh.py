@@ -126,6 +126,8 @@ def read_mesh(mesh: DeviceMesh, device: str) -> tuple[Ranks, Others]:
         if role != "data" and dist.get_world_size(group) == 1:
             continue
         ranks = Ranks(group, device)
+        if ranks.size > 1:
+            ranks.control.watch.dimension = f"dimension {name!r} of the mesh"
         if role == "data":
             data = ranks
         elif role == "replicas":
