@@ -293,8 +293,6 @@ def _check_plan(plan: Plan) -> None:
             f"grads={plan.grads!r}: gradients land where the update runs, and the optimizer state is on {states!r} here; "
             "use grads='auto' and choose the tier with optimizer="
         )
-    if plan.activations == "disk":
-        raise PlanError("activations='disk' is not built yet: use 'host', 'recompute' or 'keep'")
 
 
 def _check_replicas(plan: Plan, mesh: DeviceMesh) -> None:
