@@ -1,5 +1,6 @@
 """Tensors that share memory with a parameter and outlive its stay on the device keep their values; nothing crashes."""
 
+import gc
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import unwall
 from unwall.plans import Plan
+from unwall.shards.flat import FlatBuffer
 
 WIDTH = 64
 KEEP = {
@@ -159,6 +161,25 @@ def test_nothing_is_said_where_nothing_is_kept(tmp_path):
         model(torch.randn(2, WIDTH))  # a graph that is abandoned
         iterate(model, optimizer, 3)
     assert unwall.stats(model).tiers["device"].live_bytes <= unwall.stats(model).tiers["device"].budget_bytes
+
+
+@pytest.mark.filterwarnings("error:.*shares memory")
+def test_garbage_in_cycles_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(FlatBuffer, "in_vain", 0)
+    model, optimizer = start("host", tmp_path, tight=True)
+
+    def hook(module, *_):
+        frame = {"weight": module.weight.detach()}
+        frame["itself"] = frame
+
+    gc.disable()
+    try:
+        for layer in (model[1], model[5]):
+            layer.register_forward_hook(hook)
+        for seed in range(2):
+            iterate(model, optimizer, seed)
+    finally:
+        gc.enable()
 
 
 def test_memory_left_to_someone_comes_back_when_it_is_dropped(tmp_path):
