@@ -95,7 +95,9 @@ def same(left, right):
 def test_it_is_the_plain_update_and_can_be_taken_back_or_done_again(pool, each_isa, master, grad_dtype):
     for n in SIZES:
         values = settled(n, master, grad_dtype)
-        expected = {scale: Update(pool, master, grad_dtype, values).plain(replace(STEP, grad_scale=scale)) for scale in (1, 0.37)}
+        expected = {
+            scale: Update(pool, master, grad_dtype, values).plain(replace(STEP, grad_scale=scale)) for scale in (1, 0.37)
+        }
         for again, result in ((None, None), (STEP, expected[1]), (CLIPPED, expected[0.37])):
             update = Update(pool, master, grad_dtype, values)
             before = update.bits()

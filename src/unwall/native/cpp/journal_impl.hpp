@@ -3,26 +3,18 @@
 //
 // [Note: journal]
 // From the new values of an element and its gradient the old ones can be computed, but for what rounding has lost: mostly a few
-// units in the last place. Floats in order of size are counted by an integer (`rank_of`, one to one on all bit patterns), so
-// what is lost is a difference of two such integers: 8 bits of it are kept for exp_avg, 4 each for exp_avg_sq and the
-// parameter, a word of 16 bits for an element. Where an old value is much smaller than the new one, more is lost than that
-// (0.1% of elements; a tenth of them in the second step, when moments are young), and the old bits are kept as an `Escape`. So
-// are those on whose way there is a NaN, which no arithmetic gives back with its payload. Both directions do the same
-// operations in the same order, so the way back is exact for every element, on every instruction set.
+// units in the last place. The bits of two floats of one sign, read as integers, differ by that number of units. 8 bits of it
+// are kept for exp_avg, 4 each for exp_avg_sq and the parameter, a word of 16 bits for an element. Where an old value is much
+// smaller than the new one, more is lost than that (0.1% of elements; a tenth of them in the second step, when moments are
+// young), and the old bits are kept as an `Escape`. So are those on whose way there is a NaN, which no arithmetic gives back
+// with its payload. Both directions do the same operations in the same order, so the way back is exact for every element, on
+// every instruction set.
 #include "journal.hpp"
 
 #define UNWALL_INLINE inline __attribute__((always_inline))
 
 namespace unwall {
 namespace {
-
-// The place of a float among all of them, from the most negative to the largest: neighbours differ by 1.
-inline uint32_t rank_of(float value) {
-  uint32_t bits = bits_of(value);
-  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) >> 1);
-}
-
-inline float of_rank(uint32_t rank) { return float_of(rank ^ (static_cast<uint32_t>(static_cast<int32_t>(rank) >> 31) >> 1)); }
 
 struct Inverse {
   float beta1, beta2, keep;
@@ -44,58 +36,55 @@ struct Lost {
 };
 
 inline Lost lost_of(const Updated& old, const Updated& guessed) {
-  return {rank_of(old.param) - rank_of(guessed.param), rank_of(old.exp_avg) - rank_of(guessed.exp_avg),
-          rank_of(old.exp_avg_sq) - rank_of(guessed.exp_avg_sq)};
+  return {bits_of(old.param) - bits_of(guessed.param), bits_of(old.exp_avg) - bits_of(guessed.exp_avg),
+          bits_of(old.exp_avg_sq) - bits_of(guessed.exp_avg_sq)};
 }
 
-inline uint16_t word_of(const Lost& lost) {
-  return static_cast<uint16_t>((lost.exp_avg & 0xffu) | (lost.exp_avg_sq & 0xfu) << 8 | (lost.param & 0xfu) << 12);
+// The lower 16 bits count.
+inline uint32_t word_of(const Lost& lost) {
+  return (lost.exp_avg & 0xffu) | (lost.exp_avg_sq << 8 & 0xf00u) | lost.param << 12;
 }
 
-inline bool fits(const Lost& lost) {
-  return (lost.exp_avg + 128u < 256u) & (lost.exp_avg_sq + 8u < 16u) & (lost.param + 8u < 16u);
+// Not 0: it does not fit into its word.
+inline uint32_t excess_of(const Lost& lost) {
+  return ((lost.exp_avg + 128u) & ~255u) | (((lost.exp_avg_sq + 8u) | (lost.param + 8u)) & ~15u);
 }
 
+// True where one of them is NaN (and where infinities of both signs meet, which does no harm).
 inline bool has_nan(const Updated& value) {
-  return (value.param != value.param) | (value.exp_avg != value.exp_avg) | (value.exp_avg_sq != value.exp_avg_sq);
+  float sum = value.param + value.exp_avg + value.exp_avg_sq;
+  return sum != sum;
 }
 
-// `bits` of `value`, a number with a sign, as 32 of them.
-inline uint32_t widened(uint32_t value, int bits) {
-  return static_cast<uint32_t>(static_cast<int32_t>(value << (32 - bits)) >> (32 - bits));
+// The lower `bits` of a word, a number with a sign, as 32 bits.
+inline uint32_t widened(uint32_t word, int bits) {
+  return static_cast<uint32_t>(static_cast<int32_t>(word << (32 - bits)) >> (32 - bits));
 }
 
-inline Updated before(const Updated& now, float g, uint16_t word, const AdamWConstants& c, const Inverse& inverse) {
+inline Updated before(const Updated& now, float g, uint32_t word, const AdamWConstants& c, const Inverse& inverse) {
   Updated guessed = guess(now, g, c, inverse);
-  uint32_t kept = word;
-  return {of_rank(rank_of(guessed.param) + widened(kept >> 12, 4)), of_rank(rank_of(guessed.exp_avg) + widened(kept, 8)),
-          of_rank(rank_of(guessed.exp_avg_sq) + widened(kept >> 8, 4))};
+  return {float_of(bits_of(guessed.param) + widened(word >> 12, 4)), float_of(bits_of(guessed.exp_avg) + widened(word, 8)),
+          float_of(bits_of(guessed.exp_avg_sq) + widened(word >> 8, 4))};
 }
 
-// All bits, those of a NaN among them: nothing is rounded here.
-template <bool WithCopy, bool Split, class Param>
-inline void store_bits(const Escape& old, Param* param, int16_t* remainder, uint16_t* copy, int64_t i) {
-  if constexpr (Split) {
-    param[i] = static_cast<uint16_t>((old.param + 0x8000u) >> 16);
-    remainder[i] = static_cast<int16_t>(old.param);
-  } else {
-    param[i] = float_of(old.param);
-    if constexpr (WithCopy) copy[i] = old.copy;
-  }
-}
+// Elements at a time. Their arithmetic is a loop on 32 bits alone, between two that widen and narrow: in one loop with 16 bits
+// there are too few registers (measured).
+constexpr int64_t JOURNAL_BLOCK = 4 * LINE_NUMEL;
 
-constexpr int64_t JOURNAL_BLOCK = LINE_NUMEL;  // a line of words
-
-// The old values of a block.
-struct Olds {
-  float param[JOURNAL_BLOCK], exp_avg[JOURNAL_BLOCK], exp_avg_sq[JOURNAL_BLOCK];
+struct Block {
+  float param[JOURNAL_BLOCK];  // the old values, as far as an update goes
+  float exp_avg[JOURNAL_BLOCK];
+  float exp_avg_sq[JOURNAL_BLOCK];
+  float grad[JOURNAL_BLOCK];
+  float stored[JOURNAL_BLOCK];  // the parameter that is written
+  uint32_t words[JOURNAL_BLOCK];
   uint16_t copy[JOURNAL_BLOCK];
 
   template <bool WithCopy>
-  Escape at(int64_t i, int64_t where) const {
+  Escape escape(int64_t i, int64_t begin) const {
     uint16_t kept = 0;
     if constexpr (WithCopy) kept = copy[i];
-    return {static_cast<uint16_t>(where), kept, bits_of(param[i]), bits_of(exp_avg[i]), bits_of(exp_avg_sq[i])};
+    return {static_cast<uint16_t>(begin + i), kept, bits_of(param[i]), bits_of(exp_avg[i]), bits_of(exp_avg_sq[i])};
   }
 };
 
@@ -125,70 +114,128 @@ struct Arrays {
     store_master<Copy, WithCopy, Split>(value.param, param, remainder, copy, i);
   }
 
-  void store_old(const Escape& old, int64_t i) const {
+  // All bits, those of a NaN among them: nothing is rounded here.
+  void store(const Escape& old, int64_t i) const {
     exp_avg[i] = float_of(old.exp_avg);
     exp_avg_sq[i] = float_of(old.exp_avg_sq);
-    store_bits<WithCopy, Split>(old, param, remainder, copy, i);
+    if constexpr (Split) {
+      param[i] = static_cast<uint16_t>((old.param + 0x8000u) >> 16);
+      remainder[i] = static_cast<int16_t>(old.param);
+    } else {
+      param[i] = float_of(old.param);
+      if constexpr (WithCopy) copy[i] = old.copy;
+    }
   }
 };
 
-// Updates `n` (at most JOURNAL_BLOCK) elements. True: one of them does not fit into its word.
-template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-UNWALL_INLINE bool journal_loop(Param* __restrict param, int16_t* __restrict remainder, uint16_t* __restrict copy,
-                                float* __restrict exp_avg, float* __restrict exp_avg_sq,
-                                const typename Grad::Storage* __restrict grad, uint16_t* __restrict words,
-                                Olds& __restrict olds, int64_t n, const AdamWConstants c, const Inverse inverse) {
+// ---- a block: its values come in, are worked on, and go out -------------------------------------------------------------
+
+template <class Grad, bool Split, class Param>
+UNWALL_INLINE void widen(const Param* __restrict param, const int16_t* __restrict remainder,
+                         const typename Grad::Storage* __restrict grad, Block& __restrict block, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    block.param[i] = load_master<Split>(param, remainder, i);
+    block.grad[i] = Grad::load(grad[i]);
+  }
+}
+
+template <class Copy, bool WithCopy, bool Split, class Param>
+UNWALL_INLINE void narrow(const Block& __restrict block, Param* __restrict param, int16_t* __restrict remainder,
+                          uint16_t* __restrict copy, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) store_master<Copy, WithCopy, Split>(block.stored[i], param, remainder, copy, i);
+}
+
+// True: a copy is not the rounded parameter. Keeps what the copies are.
+template <class Copy>
+UNWALL_INLINE bool keep_copies(Block& __restrict block, const uint16_t* __restrict copy, int64_t n) {
+  uint16_t differ = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    block.copy[i] = copy[i];
+    differ |= static_cast<uint16_t>(Copy::store(block.param[i]) ^ copy[i]);
+  }
+  return differ != 0;
+}
+
+// True: an element does not fit into its word.
+UNWALL_INLINE bool update_loop(Block& __restrict block, float* __restrict exp_avg, float* __restrict exp_avg_sq, int64_t n,
+                               const AdamWConstants c, const Inverse inverse) {
   uint32_t bad = 0;
   for (int64_t i = 0; i < n; ++i) {
-    Updated old = {load_master<Split>(param, remainder, i), exp_avg[i], exp_avg_sq[i]};
-    float g = Grad::load(grad[i]);
-    Updated now = adamw_element(old.param, old.exp_avg, old.exp_avg_sq, g, c);
-    Updated guessed = guess(now, g, c, inverse);
+    Updated old = {block.param[i], exp_avg[i], exp_avg_sq[i]};
+    Updated now = adamw_element(old.param, old.exp_avg, old.exp_avg_sq, block.grad[i], c);
+    Updated guessed = guess(now, block.grad[i], c, inverse);
     Lost lost = lost_of(old, guessed);
-    uint32_t wrong = !fits(lost) | has_nan(guessed);
-    olds.param[i] = old.param;
-    olds.exp_avg[i] = old.exp_avg;
-    olds.exp_avg_sq[i] = old.exp_avg_sq;
-    if constexpr (WithCopy) {
-      uint16_t rounded = Copy::store(old.param);
-      wrong |= rounded != copy[i];
-      olds.copy[i] = copy[i];
-    }
-    bad |= wrong;
-    words[i] = word_of(lost);
+    bad |= excess_of(lost) | static_cast<uint32_t>(has_nan(guessed));
+    block.words[i] = word_of(lost);
+    block.exp_avg[i] = old.exp_avg;
+    block.exp_avg_sq[i] = old.exp_avg_sq;
+    block.stored[i] = now.param;
     exp_avg[i] = now.exp_avg;
     exp_avg_sq[i] = now.exp_avg_sq;
-    store_master<Copy, WithCopy, Split>(now.param, param, remainder, copy, i);
   }
   return bad != 0;
 }
 
-template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-UNWALL_INLINE bool journal_block(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, int64_t begin, int64_t n,
-                                 uint16_t* words, Olds& olds, const AdamWConstants& c, const Inverse& inverse) {
-  return journal_loop<Grad, Copy, WithCopy, Split>(to.param + begin, Split ? to.remainder + begin : nullptr,
-                                                   WithCopy ? to.copy + begin : nullptr, to.exp_avg + begin,
-                                                   to.exp_avg_sq + begin, to.grad + begin, words, olds, n, c, inverse);
+// `Again`: and then an update with other numbers.
+template <bool Again>
+UNWALL_INLINE void take_back_loop(Block& __restrict block, float* __restrict exp_avg, float* __restrict exp_avg_sq, int64_t n,
+                                  const AdamWConstants used, const Inverse inverse, const AdamWConstants again) {
+  for (int64_t i = 0; i < n; ++i) {
+    Updated value = before({block.param[i], exp_avg[i], exp_avg_sq[i]}, block.grad[i], block.words[i], used, inverse);
+    if constexpr (Again) value = adamw_element(value.param, value.exp_avg, value.exp_avg_sq, block.grad[i], again);
+    block.stored[i] = value.param;
+    exp_avg[i] = value.exp_avg;
+    exp_avg_sq[i] = value.exp_avg_sq;
+  }
 }
+
+// Updates elements from `begin` on. True: one of them does not fit.
+template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
+UNWALL_INLINE bool update_block(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, int64_t begin, int64_t n, Block& block,
+                                uint16_t* __restrict words, const AdamWConstants& c, const Inverse& inverse) {
+  int16_t* remainder = Split ? to.remainder + begin : nullptr;
+  uint16_t* copy = WithCopy ? to.copy + begin : nullptr;
+  bool bad = false;
+  widen<Grad, Split>(to.param + begin, remainder, to.grad + begin, block, n);
+  if constexpr (WithCopy) bad = keep_copies<Copy>(block, copy, n);
+  bad |= update_loop(block, to.exp_avg + begin, to.exp_avg_sq + begin, n, c, inverse);
+  narrow<Copy, WithCopy, Split>(block, to.param + begin, remainder, copy, n);
+  for (int64_t i = 0; i < n; ++i) words[i] = static_cast<uint16_t>(block.words[i]);
+  return bad;
+}
+
+template <bool Again, class Grad, class Copy, bool WithCopy, bool Split, class Param>
+UNWALL_INLINE void take_back_block(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, int64_t begin, int64_t n,
+                                   const uint16_t* words, const AdamWConstants& used, const Inverse& inverse,
+                                   const AdamWConstants& again) {
+  alignas(LINE_BYTES) Block block;
+  int16_t* remainder = Split ? to.remainder + begin : nullptr;
+  uint16_t* copy = WithCopy ? to.copy + begin : nullptr;
+  widen<Grad, Split>(to.param + begin, remainder, to.grad + begin, block, n);
+  for (int64_t i = 0; i < n; ++i) block.words[i] = words[begin + i];
+  take_back_loop<Again>(block, to.exp_avg + begin, to.exp_avg_sq + begin, n, used, inverse, again);
+  narrow<Copy, WithCopy, Split>(block, to.param + begin, remainder, copy, n);
+}
+
+// ---- a chunk ------------------------------------------------------------------------------------------------------------
 
 // A block in which something does not fit: notes those elements down, or gives the block back. False: no room for them.
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-__attribute__((noinline)) bool note_escapes(const Arrays<Grad, Copy, WithCopy, Split, Param>& arrays, const Olds& olds,
-                                            const uint16_t* words, int64_t begin, int64_t n, const JournalSpan& journal,
-                                            int64_t& count, const AdamWConstants& c, const Inverse& inverse) {
-  int64_t before_block = count;
+__attribute__((noinline)) bool note_escapes(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, const Block& block,
+                                            int64_t begin, int64_t n, const JournalSpan& journal, int64_t& count,
+                                            const AdamWConstants& c, const Inverse& inverse) {
+  int64_t count_before = count;
   for (int64_t i = 0; i < n; ++i) {
-    Updated now = arrays.load(begin + i);
-    float g = Grad::load(arrays.grad[begin + i]);
-    Updated found = before(now, g, words[i], c, inverse);
-    Escape old = olds.template at<WithCopy>(i, begin + i);
+    Updated now = to.load(begin + i);
+    Updated found = before(now, block.grad[i], block.words[i], c, inverse);
+    Escape old = block.escape<WithCopy>(i, begin);
     bool same = bits_of(found.param) == old.param && bits_of(found.exp_avg) == old.exp_avg &&
-                bits_of(found.exp_avg_sq) == old.exp_avg_sq && !has_nan(guess(now, g, c, inverse));
+                bits_of(found.exp_avg_sq) == old.exp_avg_sq && !has_nan(guess(now, block.grad[i], c, inverse));
     if constexpr (WithCopy) same = same && Copy::store(found.param) == old.copy;
     if (same) continue;
     if (count == journal.capacity) {
-      for (int64_t j = 0; j < n; ++j) arrays.store_old(olds.template at<WithCopy>(j, begin + j), begin + j);
-      count = before_block;
+      for (int64_t j = 0; j < n; ++j) to.store(block.escape<WithCopy>(j, begin), begin + j);
+      count = count_before;
       return false;
     }
     journal.escapes[count++] = old;
@@ -196,54 +243,24 @@ __attribute__((noinline)) bool note_escapes(const Arrays<Grad, Copy, WithCopy, S
   return true;
 }
 
-template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-void take_back_loop(Param* __restrict param, int16_t* __restrict remainder, uint16_t* __restrict copy,
-                    float* __restrict exp_avg, float* __restrict exp_avg_sq, const typename Grad::Storage* __restrict grad,
-                    const uint16_t* __restrict words, int64_t n, const AdamWConstants used, const Inverse inverse) {
-  for (int64_t i = 0; i < n; ++i) {
-    Updated now = {load_master<Split>(param, remainder, i), exp_avg[i], exp_avg_sq[i]};
-    Updated old = before(now, Grad::load(grad[i]), words[i], used, inverse);
-    exp_avg[i] = old.exp_avg;
-    exp_avg_sq[i] = old.exp_avg_sq;
-    store_master<Copy, WithCopy, Split>(old.param, param, remainder, copy, i);
-  }
-}
-
-template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-void redo_loop(Param* __restrict param, int16_t* __restrict remainder, uint16_t* __restrict copy, float* __restrict exp_avg,
-               float* __restrict exp_avg_sq, const typename Grad::Storage* __restrict grad, const uint16_t* __restrict words,
-               int64_t n, const AdamWConstants used, const Inverse inverse, const AdamWConstants again) {
-  for (int64_t i = 0; i < n; ++i) {
-    float g = Grad::load(grad[i]);
-    Updated now = {load_master<Split>(param, remainder, i), exp_avg[i], exp_avg_sq[i]};
-    Updated old = before(now, g, words[i], used, inverse);
-    now = adamw_element(old.param, old.exp_avg, old.exp_avg_sq, g, again);
-    exp_avg[i] = now.exp_avg;
-    exp_avg_sq[i] = now.exp_avg_sq;
-    store_master<Copy, WithCopy, Split>(now.param, param, remainder, copy, i);
-  }
-}
-
 // The first `n` elements of a chunk, of which `count` are escapes.
-template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-void take_back_some(const AdamWSpan& span, int64_t n, const AdamWConstants& used, const AdamWConstants* again,
-                    const JournalSpan& journal, int64_t count) {
-  Arrays<Grad, Copy, WithCopy, Split, Param> to(span);
+template <bool Again, class Grad, class Copy, bool WithCopy, bool Split, class Param>
+void take_back_some(const AdamWSpan& span, int64_t n, const AdamWConstants used, const AdamWConstants again,
+                    const JournalSpan journal, int64_t count) {
+  const Arrays<Grad, Copy, WithCopy, Split, Param> to(span);
   const Inverse inverse = inverse_of(used);
-  if (again == nullptr) {
-    take_back_loop<Grad, Copy, WithCopy, Split>(to.param, to.remainder, to.copy, to.exp_avg, to.exp_avg_sq, to.grad,
-                                                journal.words, n, used, inverse);
-  } else {
-    redo_loop<Grad, Copy, WithCopy, Split>(to.param, to.remainder, to.copy, to.exp_avg, to.exp_avg_sq, to.grad, journal.words,
-                                           n, used, inverse, *again);
+  int64_t begin = 0;
+  for (; begin + JOURNAL_BLOCK <= n; begin += JOURNAL_BLOCK) {
+    take_back_block<Again>(to, begin, JOURNAL_BLOCK, journal.words, used, inverse, again);
   }
+  if (begin < n) take_back_block<Again>(to, begin, n - begin, journal.words, used, inverse, again);
   for (int64_t entry = 0; entry < count; ++entry) {
     const Escape& old = journal.escapes[entry];
-    if (again == nullptr) {
-      to.store_old(old, old.at);
-    } else {
+    if constexpr (Again) {
       float p = float_of(old.param), m = float_of(old.exp_avg), v = float_of(old.exp_avg_sq);
-      to.store(adamw_element(p, m, v, Grad::load(to.grad[old.at]), *again), old.at);
+      to.store(adamw_element(p, m, v, Grad::load(to.grad[old.at]), again), old.at);
+    } else {
+      to.store(old, old.at);
     }
   }
 }
@@ -251,8 +268,10 @@ void take_back_some(const AdamWSpan& span, int64_t n, const AdamWConstants& used
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
 void take_back(const AdamWSpan& span, const AdamWConstants& used, const AdamWConstants* again, const JournalSpan& journal) {
   int64_t count = *journal.state - JOURNAL_APPLIED;
-  if (count >= 0) {
-    take_back_some<Grad, Copy, WithCopy, Split, Param>(span, span.n, used, again, journal, count);
+  if (count >= 0 && again == nullptr) {
+    take_back_some<false, Grad, Copy, WithCopy, Split, Param>(span, span.n, used, used, journal, count);
+  } else if (count >= 0) {
+    take_back_some<true, Grad, Copy, WithCopy, Split, Param>(span, span.n, used, *again, journal, count);
   } else if (again != nullptr && *journal.state == JOURNAL_OWING) {
     adamw<Grad, Copy, WithCopy, Split, Param>(span, *again);
   }
@@ -260,31 +279,27 @@ void take_back(const AdamWSpan& span, const AdamWConstants& used, const AdamWCon
 }
 
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-void journal_update(const AdamWSpan& whole, const AdamWConstants& constants, const JournalSpan& kept) {
-  const AdamWSpan span = whole;  // locals, which no store can change, are not read again after each
-  const AdamWConstants c = constants;
+void journal_update(const AdamWSpan& span, const AdamWConstants& constants, const JournalSpan& kept) {
+  const Arrays<Grad, Copy, WithCopy, Split, Param> to(span);
+  const AdamWConstants c = constants;  // locals, which no store can change, are not read again after each
   const JournalSpan journal = kept;
   const Inverse inverse = inverse_of(c);
-  const Arrays<Grad, Copy, WithCopy, Split, Param> to(span);
+  const int64_t all = span.n;
   int64_t count = 0;
-  for (int64_t begin = 0; begin < span.n; begin += JOURNAL_BLOCK) {
+  for (int64_t begin = 0; begin < all; begin += JOURNAL_BLOCK) {
     alignas(LINE_BYTES) uint16_t words[JOURNAL_BLOCK];
-    alignas(LINE_BYTES) Olds olds;
-    bool lines = span.n - begin >= JOURNAL_BLOCK;
-    int64_t n = lines ? JOURNAL_BLOCK : span.n - begin;
-    bool bad = lines ? journal_block(to, begin, JOURNAL_BLOCK, words, olds, c, inverse)
-                     : journal_block(to, begin, n, words, olds, c, inverse);
-    if (bad && !note_escapes(to, olds, words, begin, n, journal, count, c, inverse)) {
+    alignas(LINE_BYTES) Block block;
+    bool whole = all - begin >= JOURNAL_BLOCK;
+    int64_t n = whole ? JOURNAL_BLOCK : all - begin;
+    bool bad = whole ? update_block(to, begin, JOURNAL_BLOCK, block, words, c, inverse)
+                     : update_block(to, begin, n, block, words, c, inverse);
+    if (bad && !note_escapes(to, block, begin, n, journal, count, c, inverse)) {
       stream_fence();
-      take_back_some<Grad, Copy, WithCopy, Split, Param>(span, begin, c, nullptr, journal, count);
+      take_back_some<false, Grad, Copy, WithCopy, Split, Param>(span, begin, c, c, journal, count);
       *journal.state = JOURNAL_OWING;
       return;
     }
-    if (lines) {
-      stream_line(reinterpret_cast<char*>(journal.words + begin), reinterpret_cast<const char*>(words));
-    } else {
-      __builtin_memcpy(journal.words + begin, words, static_cast<uint64_t>(n) * sizeof(uint16_t));
-    }
+    stream(journal.words + begin, words, n * static_cast<int64_t>(sizeof(uint16_t)));
   }
   stream_fence();
   *journal.state = static_cast<int32_t>(JOURNAL_APPLIED + count);
