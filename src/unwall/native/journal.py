@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from unwall.native.library import function
-from unwall.native.pool import _AdamWArguments, AdamWStep, DType, WorkerPool
+from unwall.native.pool import AdamWStep, DType, WorkerPool, _AdamWArguments
 from unwall.native.ticket import NativeTicket
 
 _Address = ctypes.c_void_p
@@ -87,8 +87,8 @@ def resolve(
 ) -> NativeTicket:
     """Ends what ``update_journaled`` with the numbers ``used`` has begun. The gradients must be those it has read.
 
-    Without ``again`` every element gets its old bits back. With it, in one pass, those of an update with these numbers, of which
-    nothing is to be done where they are the same. Whatever has ended already is left alone, so it can be called again."""
+    Without ``again`` every element gets its old bits back. With it, in one pass, those of an update with these numbers; where
+    they are the same, nothing is left to do. Whatever has ended already is left alone, so it can be called again."""
     other = None if again is None else ctypes.byref(arrays.with_numbers(again))
     values = (ctypes.byref(arrays.with_numbers(used)), other, journal)
     return pool._submit("uw_adamw_resolve", (_Arguments, _Arguments, _Address), values, after, keep)
