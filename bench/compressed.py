@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,14 +36,25 @@ def main() -> None:
     if options.rank is not None:
         measure(options)
         return
-    with nodes(options.rate):
-        processes = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", node, sys.executable, "-m", "bench.compressed", *sys.argv[1:], "--rank", str(rank)],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "cable", "MASTER_ADDR": "10.231.8.1", "MASTER_PORT": "29477"},
-            )
-            for rank, node in enumerate(NODES)
-        ]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the namespaces go
+    with nodes(options.rate), contextlib.ExitStack() as stack:
+        processes = []
+        for rank, node in enumerate(NODES):
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                node,
+                sys.executable,
+                "-m",
+                "bench.compressed",
+                *sys.argv[1:],
+                "--rank",
+                str(rank),
+            ]
+            address = {"GLOO_SOCKET_IFNAME": "cable", "MASTER_ADDR": "10.231.8.1", "MASTER_PORT": "29477"}
+            processes.append(subprocess.Popen(command, env={**os.environ, **address}))
+            stack.callback(processes[-1].kill)
         for process in processes:
             if process.wait() != 0:
                 sys.exit("a rank failed")
