@@ -1,10 +1,13 @@
 """The answer to "does it fit, and how fast?" in a few lines. The tables behind it are in report.py."""
 
+import dataclasses
 from typing import Any
 
+from unwall.planner.activations import words
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.memory import ACTIVATIONS, IGNORED
 from unwall.plans import Plan
+from unwall.schedule.activations import everywhere
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes, written_bytes
 
@@ -12,7 +15,7 @@ _TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 
 
 def answer(plan: ChosenPlan) -> str:
-    """``6.44 B parameters on 4090 PC: fits; device 21.4 GiB of 24.0 GiB, ...; 6.1 s per step, limited by disk writes``."""
+    """``6.44 B parameters on 4090 PC: fits; device 21.4 GiB of 24.0 GiB, ...; 6.1 s per step, limited by disk writes; ...``."""
     many = f", {plan.ranks} ranks" if plan.ranks > 1 else ""
     first = f"{count(plan.model_params)} parameters on {plan.machine}{many}: fits"
     found = plan.prediction
@@ -23,7 +26,30 @@ def answer(plan: ChosenPlan) -> str:
     per = " per rank" if plan.ranks > 1 else ""
     tiers = ", ".join(f"{tier} {_of(used[tier], plan.rooms.get(tier))}" for tier in _TIERS if used[tier])
     speed = f"{seconds(found.step_s)} per step ({found.tokens_per_s:,.0f} tokens/s), limited by {found.bound.limit}"
-    return f"{first}; {tiers}{per}; {speed}"
+    return "; ".join([first, f"{tiers}{per}", speed, *choices(plan)])
+
+
+def choices(plan: ChosenPlan) -> list[str]:
+    """What becomes of activations, and which layers are cut, and why."""
+    found = []
+    if plan.kept is not None:
+        found.append(f"activations {kept_words(plan)}")
+    if plan.workload.sequence_tiles > 1:
+        found.append(f"MLPs in {plan.workload.sequence_tiles} sequence tiles, as one sample does not fit otherwise")
+    if plan.weight_tiles > 1:
+        found.append(f"weights in up to {plan.weight_tiles} tiles")
+    return found
+
+
+def kept_words(plan: ChosenPlan) -> str:
+    """``recomputed (kept they take 96.0 GiB)``."""
+    kept = plan.kept
+    assert kept is not None
+    said = words(kept)
+    if said == "kept":
+        return said
+    everything = dataclasses.replace(kept, choices=everywhere("keep", kept.blocks))
+    return f"{said} (kept they take {format_bytes(everything.device_bytes)})"
 
 
 def code(plan: ChosenPlan) -> str:
