@@ -115,7 +115,7 @@ def choose(
         listed = list(candidates(ranks, per_rank, whole, allowance, kept, tiles))
         search = Search(outline, hardware, ranks, allowance, dtype)
         search.run(listed, stop_early=objective == "speed")
-        if search.tried or not search.starved:
+        if search.tried or (cut == 1 and not search.starved):
             break
     tried, lost = search.tried, list(search.lost.values())
     if not tried:
