@@ -1,7 +1,6 @@
 """What is to be predicted: a model, a plan and a workload, as the engine would set them up on one rank."""
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,13 +9,13 @@ from unwall.planner.outline import Outline, Stretch
 from unwall.planner.pace import Pace
 from unwall.planner.workload import Keeping as Keeping
 from unwall.planner.workload import Workload as Workload
-from unwall.plans import Plan, PlanError
+from unwall.plans import Plan
 from unwall.runtime.resources import STATE_SHARE
 from unwall.schedule.activations import NO_LINK
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
-from unwall.shards.arrange import Planned, fitting
+from unwall.shards.arrange import Planned, tilings
 from unwall.shards.build import Room, plan_groups, sizes_of
-from unwall.shards.grouping import Unit, uncut
+from unwall.shards.grouping import Unit
 from unwall.shards.layout import Layout
 from unwall.shards.placement import (
     Home,
@@ -135,19 +134,21 @@ def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
         return plan_groups(outline.module, plan, ranks, forced(outline.module, plan))
     whole = plan_groups(outline.module, plan, ranks)
     largest = outline.largest_tileable_numel * plan.compute_dtype.itemsize
-    if room.device_bytes is None or 4 * largest <= room.device_bytes:
+    if room.device_bytes is None or 4 * largest <= room.device_bytes or not _lacks_working(whole, plan, ranks, room):
         return whole
-    sizes = sizes_of(whole, plan, ranks)
-    homes = place(sizes, plan, room.device_bytes, room.host_bytes)
-    pairs = list(zip(sizes, homes, strict=True))
-    held = sum(device_bytes_of(*pair) for pair in pairs)
-    on_host = sum(host_bytes_of(*pair) for pair in pairs)
-    fits_host = room.host_bytes is None or on_host <= room.host_bytes
-    if not held <= room.device_bytes < held + working_bytes(sizes, homes) or not fits_host:
-        return whole
-    with suppress(PlanError):  # what is missing is for the caller to see
-        return fitting(outline.module, plan, ranks, room, uncut)[0]
+    for cuts in tilings(outline.module, plan, room):
+        cut = plan_groups(outline.module, plan, ranks, cuts)
+        if not _lacks_working(cut, plan, ranks, room):
+            return cut
     return whole
+
+
+def _lacks_working(planned: Planned, plan: Plan, ranks: int, room: Room) -> bool:
+    """Whether states have their place, and what comes and goes has none."""
+    sizes = sizes_of(planned, plan, ranks)
+    homes = place(sizes, plan, room.device_bytes, room.host_bytes)
+    held = sum(device_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
+    return held <= (room.device_bytes or 0) < held + working_bytes(sizes, homes)
 
 
 def shadow_bytes(size: Sizes) -> int:
