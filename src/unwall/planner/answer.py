@@ -6,6 +6,7 @@ from typing import Any
 from unwall.planner.activations import words
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.memory import ACTIVATIONS, IGNORED
+from unwall.planner.words import count, seconds
 from unwall.plans import Plan
 from unwall.schedule.activations import everywhere
 from unwall.tiers.ledger import TierName
@@ -71,18 +72,6 @@ def plan_fields(plan: ChosenPlan) -> dict[str, Any]:
         else:
             found[name] = value if isinstance(value, int | str) else str(value)
     return found
-
-
-def count(number: int) -> str:
-    """``6442450944`` as ``6.44 B``."""
-    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return str(number)
-
-
-def seconds(value: float) -> str:
-    return f"{value:.3g} s" if value < 100 else f"{value:,.0f} s"
 
 
 def _of(used: int, room: int | None) -> str:

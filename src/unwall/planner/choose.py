@@ -10,6 +10,7 @@ from unwall.planner.activations import Activations
 from unwall.planner.candidates import KEPT, Allowance, Candidate, Short, allowance_of, build, candidates, device_room, shortage
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import activation_bytes
+from unwall.planner.mesh_cost import MeshCost
 from unwall.planner.outline import Outline
 from unwall.planner.pace import dtype_name
 from unwall.planner.predict import Prediction
@@ -65,6 +66,8 @@ class ChosenPlan(Plan):
     """What each choice for activations would take, with the same placement."""
     weight_tiles: int = field(default=1, compare=False)
     """Into how many tiles the weight that is cut most is cut."""
+    meshes: tuple[MeshCost, ...] = field(default=(), compare=False, repr=False)
+    """With several ranks: ZeRO alone, and mixes with tensor and pipeline parallelism, the best first."""
     runners_up: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
     advice: tuple[str, ...] = field(default=(), compare=False)
 
@@ -106,20 +109,22 @@ def choose(
     check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
-    dtype = _dtype(hardware, compute_dtype)
+    dtype = dtype_of(hardware, compute_dtype)
     if ranks > 1 and not hardware.ceilings(dtype_name(dtype)).collective_bytes_per_s:
         raise PlanError(f"{ranks} ranks, but {hardware.name} says nothing about what lies between them: collective_bytes_per_s")
     allowance = allowance_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
+    smallest: list[Candidate] = []
     for cut in _cuts(outline, sequence_tiles):
         whole = Workload(seq=seq, clip=clip, sequence_tiles=cut, item_bytes=dtype.itemsize)
         listed = list(candidates(ranks, per_rank, whole, allowance, kept, tiles))
         search = Search(outline, hardware, ranks, allowance, dtype)
         search.run(listed, stop_early=objective == "speed")
+        smallest.append(listed[-1])
         if search.tried or (cut == 1 and not search.starved):
             break
     tried, lost = search.tried, list(search.lost.values())
     if not tried:
-        raise DoesNotFitError(_nothing_fits(outline, hardware, ranks, allowance, dtype, listed[-1]))
+        raise DoesNotFitError(_nothing_fits(outline, hardware, ranks, allowance, dtype, smallest[0]))
     best = _best(tried, objective)
     for found in tried:
         if found is not best:
@@ -175,7 +180,8 @@ def _per_rank(batch: int | None, ranks: int) -> int:
     return batch // ranks
 
 
-def _dtype(hardware: Hardware, asked: torch.dtype | None) -> torch.dtype:
+def dtype_of(hardware: Hardware, asked: torch.dtype | None) -> torch.dtype:
+    """What forward and backward compute in: what is asked for, or the fastest that the machine has."""
     if asked is not None:
         hardware.flops_per_s(dtype_name(asked))
         return asked

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from unwall.planner.candidates import KEPT
-from unwall.planner.choose import ChosenPlan, Objective, check_objective, choose
+from unwall.planner.choose import ChosenPlan, Objective, check_objective, choose, dtype_of
 from unwall.planner.description import Description
 from unwall.planner.hardware import Hardware, load
+from unwall.planner.mesh_cost import MeshCost, compare_meshes, paste
 from unwall.planner.outline import Outline
 from unwall.planner.probe import Progress, probe
 from unwall.planner.read import read_model
@@ -75,14 +76,33 @@ def plan(
     if directory is None and hardware is not None and machine.disk_bytes:
         directory = NOT_GIVEN
     budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    found = choose(
-        outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
-        objective=objective, kept=kept, tiles=tiles, sequence_tiles=sequence_tiles, compare=compare,
-        **{name: _bytes(name, value) for name, value in budgets.items()},
-    )  # fmt: skip
+    costs = _meshes(outline, machine, ranks, batch, seq, compute_dtype)
+    try:
+        found = choose(
+            outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
+            objective=objective, kept=kept, tiles=tiles, sequence_tiles=sequence_tiles, compare=compare,
+            **{name: _bytes(name, value) for name, value in budgets.items()},
+        )  # fmt: skip
+    except PlanError as error:
+        if not costs or costs[0].lack or costs[0].mesh.is_zero_alone or any(budgets.values()):
+            raise
+        raise type(error)(f"{error}. Another mesh would do: {paste(costs[0])}") from error
+    found = dataclasses.replace(found, meshes=costs)
     if disk is None and found.disk is not None:
         found = dataclasses.replace(found, advice=(*found.advice, "set disk= to a directory on the machine's fast drives"))
     return found
+
+
+def _meshes(
+    outline: Outline, machine: Hardware, ranks: int, batch: int | None, seq: int, dtype: torch.dtype | None
+) -> tuple[MeshCost, ...]:
+    """What other meshes would take. None of the arguments is checked here."""
+    usable = isinstance(batch, int) and batch > 0 if batch is not None else True
+    if ranks < 2 or ranks != machine.devices or machine.is_host or not usable or outline.ignore is not None:
+        return ()
+    if not (machine.collective_bytes_per_s or machine.devices_per_node == 1):
+        return ()
+    return compare_meshes(outline.description, machine, batch or ranks, seq, dtype_of(machine, dtype))
 
 
 def kept_of(activations: Keeping | None, offload: bool = False) -> tuple[Keeping, ...]:

@@ -7,16 +7,19 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from unwall.planner.answer import answer, code, kept_words, plan_fields, seconds
+from unwall.planner.answer import answer, code, kept_words, plan_fields
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.dryrun import DryRun
 from unwall.planner.hardware import Hardware
+from unwall.planner.mesh_cost import MeshCost, mesh_lines
 from unwall.planner.predict import Prediction
 from unwall.planner.search import Verdict
+from unwall.planner.words import seconds
 from unwall.planner.workload import Workload
 from unwall.tiers.sizes import format_bytes
 
 MAX_RUNNERS_UP = 8
+MAX_MESHES = 10
 KEPT_WORDS = {"keep": "kept", "auto": "decided by block", "recompute": "recomputed", "host": "recomputed from the host"}
 
 
@@ -29,7 +32,7 @@ def as_text(plan: ChosenPlan, width: int = 120) -> str:
 
 def short(plan: ChosenPlan) -> Text:
     """The answer, the line to paste, and what is left to do."""
-    return Text("\n".join([answer(plan), code(plan), *(f"- {line}" for line in plan.advice)]))
+    return Text("\n".join([answer(plan), code(plan), *(f"- {line}" for line in (*plan.advice, *mesh_lines(plan.meshes)))]))
 
 
 def tables(plan: ChosenPlan) -> RenderableType:
@@ -37,9 +40,11 @@ def tables(plan: ChosenPlan) -> RenderableType:
     parts: list[RenderableType] = [Text(answer(plan), style="bold"), Text(f"{plan.model}: {plan.name}"), Text(code(plan))]
     if plan.prediction is not None:
         parts += [_bytes(plan.prediction), _time(plan.prediction), Text(summary(plan))]
-    parts += [Text(f"- {line}") for line in plan.advice]
+    parts += [Text(f"- {line}") for line in (*plan.advice, *mesh_lines(plan.meshes))]
     if plan.kept_otherwise:
         parts.append(_kept(plan))
+    if len(plan.meshes) > 1:
+        parts.append(_meshes(plan.meshes))
     if plan.runners_up:
         parts.append(_lost(plan.runners_up))
     return Group(*parts)
@@ -104,6 +109,22 @@ def _kept(plan: ChosenPlan) -> Table:
             shown, format_bytes(row.device_bytes), format_bytes(row.host_bytes) if row.host_bytes else "", step, why,
             style="bold" if chosen else None,
         )  # fmt: skip
+    return table
+
+
+def _meshes(costs: tuple[MeshCost, ...]) -> Table:
+    table = Table("mesh", title="meshes, by bytes per link (see [Note: cost of a mesh])", title_justify="left")
+    for name in ("step", "compute", "tp", "gathers, reductions", "bubble", "device"):
+        table.add_column(name, justify="right")
+    table.add_column("how")
+    for cost in costs[:MAX_MESHES]:
+        times = (cost.step_s, cost.compute_s, cost.tensor_s, cost.data_s, cost.bubble_s)
+        kept = "recomputed" if cost.recompute else "kept"
+        how = cost.lack or f"{cost.passes} passes, activations {kept}{', states on the host' if cost.on_host else ''}"
+        shown = [seconds(value) if value and not cost.lack else "" for value in times]
+        table.add_row(str(cost.mesh), *shown, format_bytes(int(cost.device_bytes)), how)
+    if len(costs) > MAX_MESHES:
+        table.add_row(f"and {len(costs) - MAX_MESHES} more")
     return table
 
 
@@ -175,6 +196,7 @@ def to_dict(plan: ChosenPlan) -> dict[str, Any]:
         "workload": dict(vars(plan.workload)),
         "activations": [dict(vars(row)) for row in plan.kept_otherwise],
         "weight_tiles": plan.weight_tiles,
+        "meshes": [{"mesh": cost.mesh.dimensions(), "step_s": cost.step_s, "lack": cost.lack} for cost in plan.meshes],
         "advice": list(plan.advice),
         "prediction": None if plan.prediction is None else plan.prediction.to_dict(),
         "runners_up": [

@@ -59,8 +59,8 @@ class Search:
         self._params = sum(1 for _ in outline.module.parameters())
         self._pace = pace_of(hardware, dtype)
         self._device_too_small: set[Workload] = set()
-        self.starved = False
-        """Activations alone were too much for the device."""
+        self.starved = True
+        """Activations alone were too much for the device, whatever becomes of them."""
 
     def run(self, listed: Sequence[Candidate], *, stop_early: bool) -> None:
         """``stop_early``: only speed counts, so what computes for longer than the best step so far is out."""
@@ -132,9 +132,9 @@ class Search:
         spare = device_room(candidate, self.outline, allowance)
         if spare <= 0:
             self._device_too_small.add(load)
-            self.starved = True
             there = min(allowance.device_bytes, allowance.device_budget_bytes or allowance.device_bytes)
             return f"activations alone need {format_bytes(there - spare)} on the device, there are {format_bytes(there)}"
+        self.starved = False
         job, terms = build(candidate, self.outline, self.ranks, allowance, self.dtype, self.hardware)
         lack: Short | None = shortage(terms, allowance)
         if lack is not None:
