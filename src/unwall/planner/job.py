@@ -29,6 +29,9 @@ from unwall.shards.placement import (
 )
 from unwall.shards.tiles import forced
 
+MAX_PLACED = 2000
+"""Groups that are still placed one by one: that takes the square of their number."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -77,7 +80,7 @@ class Job:
         """What the device may hold of parameters, gradients and states. None: no limit. With ``"auto"`` the plan's budget is
         for activations, too."""
         budget = self.plan.budget_device_bytes
-        if budget is None or self.plan.activations != "auto":
+        if budget is None or self.workload.activations != "auto":
             return budget
         return max(1, budget - self.activations.device_bytes - self.outline.ignored_bytes)
 
@@ -138,6 +141,8 @@ def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
         return whole
     for cuts in tilings(outline.module, plan, room):
         cut = plan_groups(outline.module, plan, ranks, cuts)
+        if plan.params == "auto" and len(cut) > MAX_PLACED:
+            return whole
         if not _lacks_working(cut, plan, ranks, room):
             return cut
     return whole

@@ -69,5 +69,5 @@ def meshes(hardware: Hardware, blocks: int, batch: int) -> Iterator[Mesh]:
                 continue
             yield Mesh(pp, 1, dp, tp)
             inside = max(1, min(dp, node // tp))
-            if 1 < inside < dp:
+            if 1 < inside < dp and dp % inside == 0:
                 yield Mesh(pp, dp // inside, inside, tp)

@@ -14,6 +14,8 @@ from unwall.tiers.sizes import format_bytes, readable_bytes, written_bytes
 
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)
 MORE_TILES = (2, 4, 8, 16, 32, 64)
+MOST_GROUPS = 1 << 13
+"""That are tried: looking at more takes minutes."""
 
 
 def remedies(
@@ -31,7 +33,7 @@ def remedies(
         found += [*_host(place, hardware, ranks, allowance, lack), *_ranks(place, ranks, allowance, lack)]
     if allowance.directory is None or not allowance.disk_bytes:
         found += _disk(place, ranks, allowance, lack)
-    found += _tiles(place, ranks, allowance, lack)
+    found += _tiles(place, outline, ranks, allowance, lack)
     return [*found, *_device(place, ranks, allowance, lack), *_shorter(place, ranks, allowance, lack)]
 
 
@@ -101,10 +103,11 @@ def _disk(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Ite
         yield f"a disk with {format_bytes(short.needed_bytes)} per rank: disk='/path/on/a/fast/drive'"
 
 
-def _tiles(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
+def _tiles(place: Candidate, outline: Outline, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
     """Where the user names a number. Without one weights are cut as far as that helps, up to some thousand tiles in all."""
+    params = sum(1 for _ in outline.module.parameters())
     for tiles in MORE_TILES:
-        if tiles <= (place.fields.get("tiles") or 1):
+        if tiles <= (place.fields.get("tiles") or 1) or tiles * params > MOST_GROUPS:
             continue
         if lack(dataclasses.replace(place, fields=place.fields | {"tiles": tiles}), ranks, allowance) is None:
             yield f"all weights in {tiles} tiles: tiles={tiles}"

@@ -16,16 +16,13 @@ import torch
 from unwall.planner.activations import REPEATED
 from unwall.planner.candidates import Allowance, Candidate, Short, build, device_room, shortage
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Job
+from unwall.planner.job import MAX_PLACED, Job
 from unwall.planner.outline import Outline
 from unwall.planner.pace import pace_of
 from unwall.planner.predict import Prediction, predict
 from unwall.planner.workload import Workload
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.sizes import format_bytes
-
-MAX_PARAMS = 2000
-"""Parameter tensors of a model for which groups are still placed one by one: that takes the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ class Search:
     def _needless(self, candidate: Candidate) -> str | None:
         """Why a plan need not be tried."""
         groups = self._params * (candidate.fields.get("tiles") or 1)
-        if "params" not in candidate.fields and groups > MAX_PARAMS:
+        if "params" not in candidate.fields and groups > MAX_PLACED:
             return f"not tried: {groups} parameters are too many to be placed one by one"
         if candidate.workload.activations == "auto" and any(self._keeps(found, candidate) for found in self.tried):
             return "not needed: all activations are kept"
