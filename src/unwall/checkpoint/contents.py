@@ -68,6 +68,8 @@ class Small:
     def digests(self) -> dict[str, Any]:
         """What tells whether another rank has the same."""
         found: dict[str, Any] = {f"{kind}/{name}": _digest(value) for kind, name, value in self.tensors}
+        entry = self.optimizer
+        found["optimizer"] = "none" if entry is None else f"{entry.kind} with {[options for _, options in entry.groups]}"
         return {**found, **{f"tree/{name}": repr(tree) for name, tree in self.trees.items()}}
 
 
@@ -85,7 +87,7 @@ def take_small(engine: Engine, names: Names, optimizer: ShardedOptimizer | None,
     small.tensors += [("buffer", name, _copied(buffer)) for name, buffer in names.buffers.items()]
     modules = {path: module.get_extra_state() for path, module in names.states.items()}
     small.trees = {
-        "rng": encode(read_generators(engine.device.device), "rng", keep),
+        "rng": encode({**read_generators(engine.device.device), "sums": engine.ranks.steps}, "rng", keep),
         "extra": encode(extra, "extra", keep),
         "modules": encode(modules, "modules", keep),
     }
