@@ -54,9 +54,9 @@ def main() -> None:
         if dist.get_rank() == 0 and step % 3 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
 
-    rows = model.model.layers[0].mlp.up_proj.weight
+    stats = unwall.stats(model)
     if dist.get_rank() == 0:
-        print(f"\nup_proj is {tuple(rows.shape)}, here {tuple(rows.to_local().shape)}\n{unwall.stats(model)}", flush=True)
+        print(f"\nrank 0 of {dist.get_world_size()}:\n{stats}", flush=True)
 
 
 if __name__ == "__main__":

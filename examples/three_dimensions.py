@@ -7,6 +7,7 @@ Run it:  torchrun --nproc-per-node 8 examples/three_dimensions.py     (a multipl
 """
 
 import os
+import shutil
 import tempfile
 
 import torch
@@ -59,11 +60,12 @@ def main() -> None:
         if last and mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0 and step % 3 == 0:
             print(f"step {step + 1}: loss {torch.stack(losses).mean().item():.3f}", flush=True)
 
-    folder = [tempfile.mkdtemp(prefix="unwall-")]
+    folder = [tempfile.mkdtemp(prefix="unwall-")]  # a real one is a directory that all ranks share
     dist.broadcast_object_list(folder)
-    path = unwall.save(folder[0], part, optimizer)
+    path, stats = unwall.save(folder[0], part, optimizer), unwall.stats(part)
     if dist.get_rank() == 0:
-        print(f"\na checkpoint of all stages: {path}\nrank 0, the first stage:\n{unwall.stats(part)}", flush=True)
+        print(f"\na checkpoint of all stages: {path}\nrank 0, the first stage:\n{stats}", flush=True)
+        shutil.rmtree(folder[0])
 
 
 if __name__ == "__main__":
