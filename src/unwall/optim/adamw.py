@@ -202,7 +202,7 @@ class AdamW(ShardedOptimizer):
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
         for engine in self.engines():
             engine.finish()
-        states = from_rank_0(self, state_dict["state"])
+        states = from_rank_0(self, state_dict)
         check_states(self, states)
         self._load_options(state_dict)
         load_whole_states(self, states)
