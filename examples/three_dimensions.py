@@ -60,7 +60,8 @@ def main() -> None:
         if last and mesh.get_local_rank("dp") == mesh.get_local_rank("tp") == 0 and step % 3 == 0:
             print(f"step {step + 1}: loss {torch.stack(losses).mean().item():.3f}", flush=True)
 
-    folder = [tempfile.mkdtemp(prefix="unwall-")]  # a real one is a directory that all ranks share
+    # A directory that all ranks share; here one that goes again.
+    folder = [tempfile.mkdtemp(prefix="unwall-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     path, stats = unwall.save(folder[0], part, optimizer), unwall.stats(part)
     if dist.get_rank() == 0:
