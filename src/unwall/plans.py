@@ -45,6 +45,9 @@ class Plan:
     sequence_tiles: int | None = None
     """In how many parts of the sequence MLPs and norms run, each computed again in backward: for very long samples. None: as
     they are, unless ``activations="auto"`` finds a block that would not fit otherwise."""
+    partition_activations: bool = False
+    """Over a mesh with a tensor-parallel dimension of T ranks: of the input of a recomputed block that is the same on all of
+    them, each keeps 1/T, and they gather it before the block's backward."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
@@ -106,6 +109,11 @@ class Plan:
         tiles = self.sequence_tiles
         if tiles is not None and (not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1):
             raise PlanError(f"sequence_tiles is a whole number, 1 or more, or None, got {tiles!r}")
+        if self.partition_activations and self.activations in ("keep", "auto"):
+            raise PlanError(
+                f"partition_activations=True with activations={self.activations!r}: parts are kept of the inputs of recomputed "
+                "blocks. Use activations='recompute' or 'host'"
+            )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
         self._check_communication()

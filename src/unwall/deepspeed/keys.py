@@ -219,7 +219,7 @@ def _know_rest() -> None:
     _know("aio", "use_gds", _BOOL, missing, "the disk is read through host memory")
     host = "unwall moves what its own checkpoints hold: Plan(activations='host'), without torch.utils.checkpoint in the model"
     _know(_CHECKPOINTING, "cpu_checkpointing", _BOOL, missing, host)
-    _know(_CHECKPOINTING, "partition_activations", _BOOL, missing, "there are no model-parallel ranks to cut activations over")
+    _know(_CHECKPOINTING, "partition_activations", _BOOL, missing, "over a mesh with 'tp': Plan(partition_activations=True)")
     model = "activations are checkpointed where the model calls torch.utils.checkpoint"
     _know(_CHECKPOINTING, "contiguous_memory_optimization synchronize_checkpoint_boundary", _BOOL, needless, model)
     _know(_CHECKPOINTING, "number_checkpoints", _COUNT, needless, model)
