@@ -101,6 +101,9 @@ inline uint32_t mixed(uint32_t value) {
   return value ^ (value >> 16);
 }
 
+// 16 random bits as what is added to a float's bits before the lowest 19 are cut off.
+inline uint32_t low_noise(uint32_t noise) { return ((noise & 0xffffu) << 3) + 4u; }
+
 struct Block {
   float param[BLOCK], grad[BLOCK], root[BLOCK], ratio[BLOCK];
   uint32_t noise[BLOCK];
@@ -145,18 +148,21 @@ void update(Block& block, const AdamWConstants& c, uint32_t key) {
 // Nearest: without random bits, for what comes from outside. What was stored before is exact, and so stays as it is.
 template <bool Nearest>
 void store_moments(const Block& block, uint16_t* __restrict moments) {
-  uint32_t largest = 0;  // the bits of floats that are not negative are ordered as they are
-  for (int i = 0; i < BLOCK; ++i) largest = bits_of(block.root[i]) > largest ? bits_of(block.root[i]) : largest;
+  uint32_t largest = 0;  // as it is rounded, which may be to the next power of two; such bits are ordered as the floats are
+  for (int i = 0; i < BLOCK; ++i) {
+    uint32_t rounded = bits_of(block.root[i]) + (Nearest ? HALF_STEP : low_noise(block.noise[i]));
+    largest = rounded > largest ? rounded : largest;
+  }
   int scale = static_cast<int>(largest >> 23) - 127;
   scale = scale < -SCALE_BIAS ? -SCALE_BIAS : scale;
   float up = power_of_two(-scale);
   for (int i = 0; i < BLOCK; ++i) {
     uint32_t noise = block.noise[i];
-    uint32_t root = (narrow<ROOT_REBIAS>(block.root[i] * up) + (Nearest ? HALF_STEP : ((noise & 0xffffu) << 3) + 4u)) >> SHIFT;
+    uint32_t root = (narrow<ROOT_REBIAS>(block.root[i] * up) + (Nearest ? HALF_STEP : low_noise(noise))) >> SHIFT;
     root = root > 255u ? 255u : root;
     float size = float_of(bits_of(block.ratio[i]) & MAGNITUDE);
     size = size <= MOST_RATIO ? size : (size > MOST_RATIO ? MOST_RATIO : 0.0f);
-    uint32_t random = Nearest ? HALF_STEP : ((noise >> 16) << 3) + 4u;
+    uint32_t random = Nearest ? HALF_STEP : low_noise(noise >> 16);
     uint32_t ratio = (narrow<RATIO_REBIAS>(size) + (i < CARRIERS ? 2u * random : random)) >> SHIFT;
     ratio = (ratio > 127u ? 127u : ratio) & ratio_mask(i);
     ratio = root == 0 ? 0u : ratio;
