@@ -215,18 +215,18 @@ def test_rare_rows_learn_as_with_exact_states():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_on_an_accelerator():
-    """The update on the device is made of torch operations: close to the host's, and what is kept is in the same form."""
+    """The update on the device is made of torch operations, each rounded as the native kernel rounds it."""
     results = []
     for plan in (DEVICE, HOST):
         model, optimizer = start(plan, states="lean", max_grad_norm=1.0)
-        model.to("cuda")
         for seed in range(3):
             torch.manual_seed(seed)
             inputs, target = torch.randn(16, 64).cuda(), torch.randn(16, 8).cuda()
             (model(inputs).float() - target).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append({name: value.cpu() for name, value in outcome(model, optimizer).items()})
+        results.append({name: value.cpu().float() for name, value in outcome(model, optimizer).items()})
     for name, value in results[0].items():
-        torch.testing.assert_close(results[1][name], value, rtol=0.2, atol=2e-2)
+        assert float((results[1][name] != value).float().mean()) < 0.01
