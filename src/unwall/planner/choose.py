@@ -70,21 +70,27 @@ def choose(
     compute_dtype: torch.dtype | None = None,
     objective: Objective = "speed",
     offload_activations: bool = False,
+    states: str = "exact",
 ) -> ChosenPlan:
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
     ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
-    at plans that keep activation checkpoints on the host.
+    at plans that keep activation checkpoints on the host. ``states``: as in ``Plan``.
     """
     check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
-    dtype = _dtype(hardware, compute_dtype)
+    if states not in ("exact", "lean"):
+        raise PlanError(f"states is 'exact' or 'lean', got {states!r}")
+    lean_dtype = torch.bfloat16 if states == "lean" and compute_dtype is None else compute_dtype
+    dtype = _dtype(hardware, lean_dtype)
     if ranks > 1 and not hardware.ceilings(dtype_name(dtype)).collective_bytes_per_s:
         raise PlanError(f"{ranks} ranks, but {hardware.name} says nothing about what lies between them: collective_bytes_per_s")
     allowance = allowance_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
     kept: tuple[Keeping, ...] = ("keep", "recompute", "host") if offload_activations else ("keep", "recompute")
     listed = list(candidates(ranks, per_rank, seq, clip, allowance, kept))
+    if states != "exact":
+        listed = [dataclasses.replace(found, fields={**found.fields, "states": states}) for found in listed]
     search = Search(outline, hardware, ranks, allowance, dtype)
     search.run(listed, stop_early=objective == "speed")
     tried, lost = search.tried, list(search.lost.values())

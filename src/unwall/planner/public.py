@@ -39,6 +39,7 @@ def plan(
     vocab: int = 0,
     tiles: int = 1,
     offload_activations: bool = False,
+    states: str = "exact",
     ignore: Callable[[str, nn.Parameter], bool] | None = None,
     progress: Progress | None = None,
 ) -> ChosenPlan:
@@ -48,8 +49,8 @@ def plan(
     shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
     ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank;
     ``device_bytes`` is for states, gradients and activations together. ``offload_activations`` also looks at activation
-    checkpoints on the host. ``ignore``, of a module, is as in ``Plan``: those parameters are counted whole on the device, and
-    no states of them.
+    checkpoints on the host. ``states="lean"``: as in ``Plan``. ``ignore``, of a module, is as in ``Plan``: those parameters are
+    counted whole on the device, and no states of them.
     PlanError says what would fit where nothing does.
     """
     check_objective(objective)  # before a large model is looked at
@@ -67,7 +68,7 @@ def plan(
     budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     found = choose(
         outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
-        objective=objective, offload_activations=offload_activations,
+        objective=objective, offload_activations=offload_activations, states=states,
         **{name: _bytes(name, value) for name, value in budgets.items()},
     )  # fmt: skip
     if disk is None and found.disk is not None:
