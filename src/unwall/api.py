@@ -16,7 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.parallel.mesh import check_mesh, check_without_mesh, read_mesh, roles_of
+from unwall.parallel.mesh import check_mesh, check_without_mesh, describe, everyone_in, read_mesh, roles_of, sizes_of
+from unwall.parallel.peers import Peers
+from unwall.parallel.tensor import parallelize
 from unwall.parallel.values import start_value
 from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
@@ -73,6 +75,8 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     made.unwritten |= unwritten
     arrange_activations(made, model)
     watch(made)
+    if others is not None and others.everyone is not None and mesh is not None:
+        others.peers = Peers(made, mesh)
     _guard_plain_optimizers()
     load_waiting(model)
     model.__dict__["_is_accelerate_prepared"] = True  # Accelerate puts no DDP or autocast around it
@@ -120,13 +124,22 @@ def from_pretrained(
     ``auto_class``: ``AutoModelForCausalLM`` and the like, or a model's class; by default the class that wrote the directory.
     ``dtype``: what the parameters are in, by default what the config says. ``overrides`` are fields of the config. What the
     files do not hold is initialised, with a warning. As in ``transformers`` the model is in evaluation mode: call ``train()``.
+    Where the mesh has a tensor-parallel dimension the model is spread over it, as by ``unwall.parallelize``.
     """
-    from unwall.checkpoint.pretrained import build_empty, initialize_missing  # transformers is imported for this alone
+    from unwall.checkpoint.pretrained import build_empty, initialize_missing, refuse_missing  # imports transformers
 
-    ranks, error = Ranks(_process_group(mesh)), None
+    if mesh is not None and sizes_of(mesh, "pipeline"):
+        raise ValueError(
+            f"from_pretrained over {describe(mesh)}: build the model on the meta device, unwall.load_weights(model, path), "
+            "then unwall.pipeline(model, plan, mesh=mesh, ...) loads each stage's part"
+        )
+    ranks, error = Ranks(_process_group(None) if mesh is None else everyone_in(mesh)), None
     try:
         model = build_empty(path, auto_class, dtype, overrides)
+        if mesh is not None and sizes_of(mesh, "tensor"):
+            parallelize(model, mesh)
         keys = load_weights(model, path, strict=False)
+        refuse_missing(model, path, keys.missing_keys)
     except Exception as found:
         error = found
     agree(ranks, error, f"from_pretrained({os.fspath(path)!r})")
@@ -280,8 +293,6 @@ def _check_plan(plan: Plan) -> None:
             f"grads={plan.grads!r}: gradients land where the update runs, and the optimizer state is on {states!r} here; "
             "use grads='auto' and choose the tier with optimizer="
         )
-    if plan.activations == "disk":
-        raise PlanError("activations='disk' is not built yet: use 'host', 'recompute' or 'keep'")
 
 
 def _check_replicas(plan: Plan, mesh: DeviceMesh) -> None:

@@ -131,6 +131,18 @@ def test_state_dicts_go_between_exact_and_lean():
             assert differing(outcome(model, optimizer), outcome(other, loaded)) == []
 
 
+def test_states_move(tmp_path):
+    """From tier to tier between steps, beside a run that stays where it is."""
+    expected, _ = trained(HOST, five, states="lean")
+    model, optimizer = start({**HOST, "states": "lean"})
+    steps(model, optimizer, 2)
+    unwall.move(model, Plan(**on_disk(tmp_path), states="lean"))
+    steps(model, optimizer, 2, first=2)
+    unwall.move(model, Plan(**DEVICE, states="lean"))
+    steps(model, optimizer, 1, first=4)
+    assert differing(expected, outcome(model, optimizer)) == []
+
+
 def test_another_optimizer_takes_over():
     model, optimizer = start(HOST, states="lean")
     steps(model, optimizer, 1)
@@ -170,6 +182,8 @@ def test_refusals_say_what_to_write():
             start(HOST, dtype, states="lean")
     with pytest.raises(ValueError, match="'exact' or 'lean'"):
         start(HOST, states="thin")
+    with pytest.raises(ValueError, match="speculate=True"):
+        start(HOST, states="lean", speculate="journal")
     with pytest.raises(ValueError, match=r"Plan\(states='exact'\)"):
         start({**HOST, "states": "lean"}, states="exact")
     model = build()

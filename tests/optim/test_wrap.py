@@ -212,7 +212,7 @@ def test_a_state_dict_of_another_optimizer_is_refused():
     other = unwall.wrap(sgd(model.parameters()))
     mse(model, draw(Case(build=NestedNet), 0, 0, 1)).backward()
     other.step()
-    with pytest.raises(ValueError, match=r"no 'exp_avg'.*another optimizer"):
+    with pytest.raises(ValueError, match=r"no 'betas'.*another optimizer"):
         unwall.wrap(amsgrad(model.parameters())).load_state_dict(other.state_dict())
 
 

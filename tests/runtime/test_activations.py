@@ -1,4 +1,4 @@
-"""``Plan(activations=...)``: kept, recomputed or moved to the host, the values are the same."""
+"""``Plan(activations=...)``: kept, recomputed or moved to host or disk, the values are the same."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unwall
-from unwall.runtime import saved_on_host
+from unwall.runtime import saved_on_disk, saved_on_host
 from unwall.runtime.recompute import repeated_blocks
 
 CHOICES = ["recompute", "host"]
@@ -260,6 +260,77 @@ def test_it_says_when_there_is_nothing_to_do():
         sharded(decoder()[0], "recompute")
 
 
-def test_disk_is_refused():
-    with pytest.raises(unwall.PlanError, match="activations='disk' is not built yet"):
-        sharded(nn.Linear(2, 2), "disk", disk="/tmp")
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_on_disk_the_bits_are_those_of_keep(make, tmp_path):
+    losses, values, _ = trained(make, "keep")
+    found, state, model = trained(make, "disk", disk=str(tmp_path))
+    exact = make is not encoder_decoder
+    assert found == pytest.approx(losses, abs=0 if exact else 1e-5, rel=0)
+    for name, value in values.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=0 if exact else 1e-5)
+    assert moved_bytes(model, "host>disk") == moved_bytes(model) > 0
+
+
+class Deep(nn.Sequential):
+    """Each layer saves its input: 32 KiB."""
+
+    def __init__(self):
+        super().__init__(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(24)))
+
+
+def gradients_of_deep(activations, **options):
+    torch.manual_seed(0)
+    model = Deep()
+    sharded(model, activations, **options)
+    x = torch.randn(128, 64, requires_grad=True)
+    model(x).square().sum().backward()
+    return x.grad, model
+
+
+@pytest.mark.parametrize("window", [0, 100 << 10, 1 << 30])
+def test_on_disk_activations_take_a_window_of_the_host(monkeypatch, tmp_path, window):
+    monkeypatch.setattr(saved_on_disk, "WINDOW_BYTES", window)
+    expected, _ = gradients_of_deep("keep")
+    got, model = gradients_of_deep("disk", disk=str(tmp_path))
+    assert torch.equal(got, expected)
+    tiers = unwall.stats(model).tiers
+    assert tiers["host"].peak_bytes <= max(window, 32 << 10) + (64 << 10)
+    assert tiers["disk"].peak_bytes >= 23 * (32 << 10)
+    assert moved_bytes(model, "disk>host") > 0 or window == 1 << 30
+
+
+def test_a_graph_on_disk_is_run_again_and_given_up(tmp_path):
+    model = sharded(Deep(), "disk", disk=str(tmp_path))
+    x = torch.randn(128, 64, requires_grad=True)
+    loss = model(x).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+    del loss
+    disk = unwall.api.engine(model).tiers.disk.ledger
+    for _ in range(3):
+        model(x)  # no backward
+    assert disk.live_bytes == 0
+
+
+def test_a_disk_that_is_full_leaves_activations_on_the_host(tmp_path):
+    expected, _ = gradients_of_deep("keep")
+    with pytest.warns(RuntimeWarning, match="stay in host memory from now on"):
+        got, model = gradients_of_deep("disk", disk=str(tmp_path), disk_bytes=100 << 10)
+    assert torch.equal(got, expected)
+    assert unwall.stats(model).tiers["host"].peak_bytes > 15 * (32 << 10)
+
+
+def test_a_directory_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere does not exist: create it"):
+        sharded(Deep(), "disk", disk=str(tmp_path / "nowhere"))
+
+
+def test_a_move_keeps_the_disk_for_activations(tmp_path):
+    model = sharded(Deep(), "disk", disk=str(tmp_path))
+    unwall.move(model, unwall.Plan(activations="disk", compute_dtype=torch.float32, params="host", disk=str(tmp_path)))
+    model(torch.randn(128, 64)).sum().backward()
+    assert moved_bytes(model, "host>disk") > 0

@@ -1,13 +1,16 @@
 """Tensors that share memory with a parameter and outlive its stay on the device keep their values; nothing crashes."""
 
+import gc
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import unwall
 from unwall.plans import Plan
+from unwall.shards.flat import FlatBuffer
 
 WIDTH = 64
 KEEP = {
@@ -65,6 +68,72 @@ def test_what_is_kept_in_a_hook_stays_as_it_was(keep, place, tight, tmp_path):
     assert "clone()" in told[0]
 
 
+HOOKS = {
+    "tensor": lambda tensor, seen: seen.append(tensor) or tensor,
+    "tuple": lambda tensor, seen: seen.append(tensor) or (tensor,),
+    "shared tuple": lambda tensor, seen: seen.append((tensor,)) or seen[-1],
+    "closure": lambda tensor, seen: seen.append(lambda: tensor) or (lambda: tensor),
+    "detached": lambda tensor, seen: seen.append(tensor.detach()) or seen[-1],
+}
+
+
+def opened(packed):
+    packed = packed() if callable(packed) else packed
+    return packed[0] if isinstance(packed, tuple) else packed
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_what_hooks_on_saved_tensors_keep_beside_it_stays_as_it_was(hooks, tmp_path):
+    """Also while the graph lives: what the hooks gave back is the very tensor that they keep."""
+    model, optimizer = start("host", tmp_path, tight=True)
+    seen, copies = [], []
+
+    def pack(tensor):
+        packed = HOOKS[hooks](tensor, seen)
+        if len(copies) < len(seen):
+            copies.append(tensor.detach().clone())
+        return packed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with saved_tensors_hooks(pack, opened):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+        with torch.no_grad():
+            model(torch.randn(4, WIDTH))  # every group comes and goes
+        assert all(torch.equal(opened(kept), copy) for kept, copy in zip(seen, copies, strict=True))
+        loss.backward()
+        optimizer.step()
+    assert all(torch.equal(opened(kept), copy) for kept, copy in zip(seen, copies, strict=True))
+
+
+def test_a_parameter_that_hooks_give_back_hides_no_alias(tmp_path):
+    """What holds the parameter itself holds none of its memory."""
+    model = nn.Sequential(*[nn.LayerNorm(WIDTH) for _ in range(8)])
+    unwall.shard(model, Plan(params="host", optimizer="host", compute_dtype=torch.float32, device_bytes=1 << 16))
+    kept = []
+    model[0].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            loss = model(torch.randn(4, WIDTH)).sum()
+        unwall.api.engine(model).executor.drop_cache()
+        assert torch.equal(kept[0], torch.ones(WIDTH))
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("error:.*shares memory")
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(lambda tensor: lambda: tensor, lambda get: get())])
+def test_hooks_that_keep_what_they_are_given_until_backward_say_nothing(hooks, tmp_path):
+    """The graph holds it, and backward alone reads it: the memory comes and goes as without hooks."""
+    plain, plain_optimizer = start("device", tmp_path, tight=False)
+    model, optimizer = start("host", tmp_path, tight=True)
+    for seed in range(3):
+        with hooks():
+            expected = iterate(plain, plain_optimizer, seed)
+            assert iterate(model, optimizer, seed) == expected
+    assert unwall.stats(model).tiers["device"].peak_bytes <= unwall.stats(model).tiers["device"].budget_bytes
+
+
 def test_writing_to_what_was_kept_is_told_and_harms_nobody(tmp_path):
     plain, plain_optimizer = start("device", tmp_path, tight=False)
     model, optimizer = start("host", tmp_path, tight=True)
@@ -92,6 +161,25 @@ def test_nothing_is_said_where_nothing_is_kept(tmp_path):
         model(torch.randn(2, WIDTH))  # a graph that is abandoned
         iterate(model, optimizer, 3)
     assert unwall.stats(model).tiers["device"].live_bytes <= unwall.stats(model).tiers["device"].budget_bytes
+
+
+@pytest.mark.filterwarnings("error:.*shares memory")
+def test_garbage_in_cycles_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(FlatBuffer, "in_vain", 0)
+    model, optimizer = start("host", tmp_path, tight=True)
+
+    def hook(module, *_):
+        frame = {"weight": module.weight.detach()}
+        frame["itself"] = frame
+
+    gc.disable()
+    try:
+        for layer in (model[1], model[5]):
+            layer.register_forward_hook(hook)
+        for seed in range(2):
+            iterate(model, optimizer, seed)
+    finally:
+        gc.enable()
 
 
 def test_memory_left_to_someone_comes_back_when_it_is_dropped(tmp_path):

@@ -1,5 +1,7 @@
 """Loading: everything is looked at before anything changes, and the ranks are given the same."""
 
+import copy
+
 import pytest
 import torch
 from models import NestedNet, NormNet
@@ -167,24 +169,38 @@ def wrapped(model):
     return unwall.wrap(torch.optim.Adam(model.parameters(), lr=1e-2))
 
 
+WRONG_STATES = {
+    "a wrong size": lambda entry, group: entry.update(exp_avg_sq=torch.zeros(2, 2)),
+    "one element": lambda entry, group: entry.update(exp_avg=torch.ones(1)),
+    "a missing state": lambda entry, group: entry.pop("exp_avg"),
+    "not a number": lambda entry, group: entry["exp_avg"].view(-1)[3:4].fill_(float("nan")),
+    "no steps": lambda entry, group: entry.update(step=torch.tensor(-1.0)),
+    "a word": lambda entry, group: group.update(lr="x"),
+    "a learning rate that is none": lambda entry, group: group.update(lr=float("nan")),
+    "a missing option": lambda entry, group: group.pop("betas"),
+    "one beta": lambda entry, group: group.update(betas=(0.9,)),
+    "fewer parameters": lambda entry, group: group["params"].pop(),
+}
+
+
 @pytest.mark.parametrize("make", [unwall_adamw, wrapped])
-@pytest.mark.parametrize("what", ["a wrong size", "one element", "a missing state", "another parameter"])
+@pytest.mark.parametrize("what", [*WRONG_STATES, "another parameter", "another loss scale", "no groups"])
 def test_a_wrong_optimizer_state_changes_nothing(make, what):
     _, optimizer = trained(make)
     before = optimizer.state_dict()
-    state = optimizer.state_dict()
+    state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0]["lr"] = 5.0
-    last = max(state["state"])
-    if what == "a wrong size":
-        state["state"][last]["exp_avg_sq"] = torch.zeros(2, 2)
-    elif what == "one element":
-        state["state"][last]["exp_avg"] = torch.ones(1)
-    elif what == "a missing state":
-        del state["state"][last]["exp_avg"]
-    else:
-        state["state"][last + 100] = state["state"][last]
     for entry in state["state"].values():
         entry["step"] = torch.tensor(9.0)
+    last = max(state["state"])
+    if what in WRONG_STATES:
+        WRONG_STATES[what](state["state"][last], state["param_groups"][0])
+    elif what == "another parameter":
+        state["state"][last + 100] = state["state"][last]
+    elif what == "another loss scale":
+        state["scaler"] = {"scale": 0.0, "good_steps": 0}
+    else:
+        state["param_groups"] = []
     with pytest.raises(ValueError, match="the optimizer state"):
         optimizer.load_state_dict(state)
     after = optimizer.state_dict()

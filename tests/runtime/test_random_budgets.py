@@ -147,9 +147,7 @@ def try_cases(seed, count):
                     continue
                 try:
                     with warnings.catch_warnings():
-                        warnings.filterwarnings(
-                            "ignore", message=".*kept by your code"
-                        )  # now and then, though nobody keeps anything
+                        warnings.filterwarnings("error", message=".*kept by your code")  # nobody keeps anything
                         found = train(case, case.plan(folder, **budgets))
                 except Exception as error:
                     wrong.append(f"{case} {budgets} ({factor:.2f} of the least): {type(error).__name__}: {error}")

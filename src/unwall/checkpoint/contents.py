@@ -69,6 +69,8 @@ class Small:
     def digests(self) -> dict[str, Any]:
         """What tells whether another rank has the same."""
         found: dict[str, Any] = {f"{kind}/{name}": _digest(value) for kind, name, value in self.tensors}
+        entry = self.optimizer
+        found["optimizer"] = "none" if entry is None else f"{entry.kind} with {[options for _, options in entry.groups]}"
         return {**found, **{f"tree/{name}": repr(tree) for name, tree in self.trees.items()}}
 
 

@@ -22,6 +22,7 @@ from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
 from unwall.checkpoint.reader import CheckpointFiles
 from unwall.checkpoint.restoring import Fresh, Goal, Restorer, fresh_state
 from unwall.checkpoint.save import begin
+from unwall.checkpoint.stages import Stages, meet_stages
 from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
 from unwall.optim.adamw import AdamW
@@ -41,6 +42,7 @@ class _Prepared:
     names: Names
     optimizer: ShardedOptimizer | None
     matched: Matched
+    stages: Stages
     small: dict[str, torch.Tensor]
     """Values, by name."""
     buffers: dict[str, torch.Tensor]
@@ -74,14 +76,16 @@ def _prepare(
     """Finds, matches and verifies. Changes nothing; what is wrong on one rank is an error on all."""
     error: BaseException | None = None
     directory = Path(meeting.together(lambda: str(find(path)) if meeting.rank == 0 else None)[0])
+    stages = meet_stages(engine, meeting, model, optimizer)
     prepared: _Prepared | None = None
     fresh: dict[tuple[int, str], Fresh] = {}
     try:
-        prepared = _match(directory, engine, model, optimizer)
+        prepared = _match(directory, engine, model, optimizer, stages)
         fresh = _fresh(engine, prepared)
     except BaseException as failure:
         error = failure
-    everywhere = set.intersection(*map(set, meeting.agree(error, list(fresh))))
+    answers = meeting.agree(error, list(fresh))
+    everywhere = set.intersection(*(set(answers[rank]) for rank in stages.peers))
     assert prepared is not None
     fresh = {key: state for key, state in fresh.items() if key in everywhere}
     try:
@@ -100,15 +104,17 @@ def _prepare(
     return prepared
 
 
-def _match(directory: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> _Prepared:
+def _match(
+    directory: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, stages: Stages
+) -> _Prepared:
     names = names_of(model, engine)
     trained = check_optimizer(optimizer, engine)
     if engine.lent:
         raise RuntimeError("unwall.load inside unwall.full_params: leave the context first")
     engine.finish()
     manifest = read_manifest(directory)
-    matched = match(manifest, engine, names, trained, str(directory))
-    return _Prepared(CheckpointFiles(directory, manifest), names, trained, matched, {}, {}, {}, set())
+    matched = match(manifest, engine, names, trained, stages, str(directory))
+    return _Prepared(CheckpointFiles(directory, manifest), names, trained, matched, stages, {}, {}, {}, set())
 
 
 def _fresh(engine: Engine, prepared: _Prepared) -> dict[tuple[int, str], Fresh]:
@@ -131,7 +137,9 @@ def _verify(prepared: _Prepared, fresh: dict[tuple[int, str], Fresh], meeting: M
     once = {id(tensor) for state in fresh.values() for tensor in state.tensors.values()}
     files = prepared.files
     files.keeps = True
-    files.verify([t for t in prepared.matched.tensors if id(t) not in once], meeting.rank, meeting.size)
+    peers = prepared.stages.peers
+    unread = [tensor for tensor in prepared.matched.tensors if id(tensor) not in once]
+    files.verify(unread, peers.index(meeting.rank), len(peers))
     read_checked(files, (wanted for state in fresh.values() for wanted in state.wanted()))
     files.keeps = False
     _read_small(prepared, meeting)
@@ -139,7 +147,7 @@ def _verify(prepared: _Prepared, fresh: dict[tuple[int, str], Fresh], meeting: M
 
 def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     """Values, buffers and trees: everything that is not a state of a group."""
-    files, names, matched, optimizer = prepared.files, prepared.names, prepared.matched, prepared.optimizer
+    files, matched, optimizer = prepared.files, prepared.matched, prepared.optimizer
     manifest = files.manifest
     files.verify([*matched.values.values(), *matched.buffers.values()])  # another rank's share of them, too
     small = {name: files.read_whole(tensor) for name, tensor in matched.values.items()}
@@ -154,11 +162,21 @@ def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     if missing:
         raise CheckpointError(f"{files.directory}: {missing[0]} refers to a tensor that is not there: the manifest is damaged")
     decoded = {name: decode(tree, small.__getitem__) for name, tree in trees.items()}
-    states = set(decoded["modules"] or {})
-    if states != set(names.states):
-        other = sorted(states ^ set(names.states))[0]
-        raise CheckpointError(f"{files.directory} is of another model: of module {other!r}, one of them has an extra state")
+    decoded["modules"] = _states_of_modules(prepared, decoded["modules"] or {}, small)
     prepared.small, prepared.buffers, prepared.trees = small, buffers, decoded
+
+
+def _states_of_modules(prepared: _Prepared, found: dict[str, Any], small: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What modules hold beside their tensors, by their names. Each pipeline stage has written its own."""
+    wanted = set(prepared.names.states)
+    for tree in prepared.manifest.ranks if wanted - set(found) else ():
+        if "modules" in tree and set(tensors_in(tree["modules"])) <= set(small):
+            found = (decode(tree["modules"], small.__getitem__) or {}) | found
+    other = sorted((wanted - set(found)) | (set(found) - wanted - prepared.stages.states))
+    if other:
+        where = prepared.files.directory
+        raise CheckpointError(f"{where} is of another model: of module {other[0]!r}, one of them has an extra state")
+    return found
 
 
 def _restore(engine: Engine, prepared: _Prepared) -> None:

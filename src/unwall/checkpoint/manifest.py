@@ -180,7 +180,21 @@ def merged(parts: list[Manifest]) -> Manifest:
             found[key] = tensor if known is None else replace(known, pieces=known.pieces + tensor.pieces)
     files = {name: entry for part in parts for name, entry in part.files.items()}
     ranks = tuple(entry for part in parts for entry in part.ranks)
-    return replace(parts[0], tensors=tuple(found.values()), files=files, ranks=ranks)
+    step, optimizer = max(part.step for part in parts), _merged_optimizer([part.optimizer for part in parts])
+    return replace(parts[0], step=step, tensors=tuple(found.values()), files=files, optimizer=optimizer, ranks=ranks)
+
+
+def _merged_optimizer(entries: list[OptimizerEntry | None]) -> OptimizerEntry | None:
+    """The first one's options, with the parameters of all pipeline stages."""
+    first, known = entries[0], [entry for entry in entries if entry is not None]
+    if first is None or all(entry.params.keys() == first.params.keys() and entry.groups == first.groups for entry in known):
+        return first
+    names: list[dict[str, None]] = [{} for _ in first.groups]
+    for entry in known:
+        for listed, (group, _) in zip(names, entry.groups, strict=True):
+            listed.update(dict.fromkeys(group))
+    groups = tuple((tuple(listed), options) for listed, (_, options) in zip(names, first.groups, strict=True))
+    return replace(first, groups=groups, params={name: it for entry in known for name, it in entry.params.items()})
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Which tensor of a checkpoint belongs to which parameter, state and buffer of a model. Changes nothing."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +9,7 @@ from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.manifest import Manifest, Tensor
 from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import check_entry
+from unwall.checkpoint.stages import Stages
 from unwall.optim.seen_states import seen_specs
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -30,13 +31,16 @@ class Matched:
         return [*self.params.values(), *self.states.values(), *self.buffers.values(), *self.values.values()]
 
 
-def match(manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOptimizer | None, where: str) -> Matched:
+def match(
+    manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOptimizer | None, stages: Stages, where: str
+) -> Matched:
     """CheckpointError, naming the tensor, where the checkpoint is not of this model and this optimizer."""
     found = Matched()
     own = _own(manifest, engine.everyone.rank, engine.everyone.size)
     known = {name: tensor for tensor in manifest.of_kind("param") for name in (tensor.name, *tensor.aliases)}
     here = {name: (name, *names.aliases.get(name, ())) for name in names.params}
-    _check_names("parameters", {n for all_names in here.values() for n in all_names}, known, here.values(), where)
+    mine = {alias for all_names in here.values() for alias in all_names}
+    _check_names("parameters", mine | stages.params, known, here.values(), where)
     for name, param in names.params.items():
         tensor = next(known[alias] for alias in here[name] if alias in known)
         dtype, shape = param.dtype, tuple(param.shape)
@@ -45,13 +49,13 @@ def match(manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOp
         _check(tensor, name, shape, torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype, where)
         found.params[id(param)] = tensor
     buffers = {tensor.name: tensor for tensor in own if tensor.kind == "buffer"}
-    _check_names("buffers", set(names.buffers), buffers, [(name,) for name in names.buffers], where)
+    _check_names("buffers", stages.buffers.union(names.buffers), buffers, [(name,) for name in names.buffers], where)
     for name, buffer in names.buffers.items():
         _check(buffers[name], name, tuple(buffer.shape), buffer.dtype, where)
-    found.buffers = buffers
+    found.buffers = {name: buffers[name] for name in names.buffers}
     found.values = {tensor.name: tensor for tensor in own if tensor.kind == "value"}
     if optimizer is not None:
-        check_entry(manifest.optimizer, optimizer, names.of, where)
+        check_entry(manifest.optimizer, optimizer, names.of, where, stages.group)
         _match_states(manifest, optimizer, names, found, where)
     return found
 
@@ -88,9 +92,11 @@ def _own(manifest: Manifest, rank: int, size: int) -> list[Tensor]:
     return list(found.values())
 
 
-def _check_names(what: str, here: set[str], saved: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]], where: str) -> None:
+def _check_names(
+    what: str, here: Collection[str], saved: Mapping[str, Tensor], wanted: Iterable[tuple[str, ...]], where: str
+) -> None:
     missing = sorted(names[0] for names in wanted if not any(name in saved for name in names))
-    unexpected = sorted({tensor.name for tensor in saved.values() if not {tensor.name, *tensor.aliases} & here})
+    unexpected = sorted({tensor.name for tensor in saved.values() if not {tensor.name, *tensor.aliases}.intersection(here)})
     if missing or unexpected:
         parts = [
             f"{len(listed)} {how}: {', '.join(listed[:5])}{' ...' if len(listed) > 5 else ''}"

@@ -5,7 +5,7 @@ A checkpoint knows parameters by their names in the model, so an optimizer finds
 were given in; only the param groups must be the same ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -68,8 +68,15 @@ def stored_states(optimizer: ShardedOptimizer, param: nn.Parameter) -> set[str] 
     return set(optimizer._past[param].stored) if isinstance(optimizer, Wrapped) else None
 
 
-def check_entry(entry: OptimizerEntry | None, optimizer: ShardedOptimizer, names: Mapping[int, str], where: str) -> None:
-    """CheckpointError where what was saved is not of this optimizer."""
+def check_entry(
+    entry: OptimizerEntry | None,
+    optimizer: ShardedOptimizer,
+    names: Mapping[int, str],
+    where: str,
+    everywhere: Callable[[int], Collection[str]],
+) -> None:
+    """CheckpointError where what was saved is not of this optimizer. ``everywhere``: what any pipeline stage has in a param
+    group."""
     if entry is None:
         raise CheckpointError(f"{where} has no optimizer in it: it was saved without one; load it without, too")
     if entry.kind != kind_of(optimizer):
@@ -79,7 +86,7 @@ def check_entry(entry: OptimizerEntry | None, optimizer: ShardedOptimizer, names
             f"{where} has {len(entry.groups)} param groups, the optimizer here {len(optimizer.param_groups)}: build it alike"
         )
     for number, ((saved, _), group) in enumerate(zip(entry.groups, optimizer.param_groups, strict=True)):
-        here = {names[id(param)] for param in group["params"]}
+        here = {names[id(param)] for param in group["params"]}.union(everywhere(number))
         if set(saved) != here:
             other = sorted(set(saved) ^ here)[0]
             raise CheckpointError(

@@ -91,6 +91,7 @@ class OutFiles:
         self._places = {key: file for file in files for key in file.starts}
         self._open: dict[str, int] = {}
         # A client of a network file system may write back whole pages, with what neighbours wrote as it was before.
+        self._by_rows = shared_by_machines
         self._flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DSYNC if shared_by_machines else 0)
 
     def create(self) -> None:
@@ -122,6 +123,9 @@ class OutFiles:
         """Elements of the far side, from ``values``, which hold the near side from ``near_start`` on (flat, on the host).
         Gives their bytes."""
         file, spec = self._places[part.far], self._specs[part.far]
+        if self._by_rows and not part.is_run and part.near_strides[-1] == part.far_strides[-1] == 1:
+            rows = (part.narrow(0, number, 1).simplified() for number in range(part.extents[0]))
+            return sum(self.write(row, values, near_start) for row in rows)
         first = values.storage_offset() + part.near_start - near_start
         source = values.as_strided(part.extents, part.near_strides, first).to(spec.dtype)
         begin = file.starts[part.far]

@@ -13,6 +13,8 @@ from unwall.checkpoint.find_weights import open_weights
 from unwall.checkpoint.inventory import inventory
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.whole import lend
+from unwall.shards.dimensions import same_model
+from unwall.shards.local import is_distributed
 
 
 def build_empty(
@@ -96,6 +98,17 @@ def _flag(model: nn.Module, missing: set[str]) -> None:
         param._is_hf_initialized = name not in missing  # type: ignore[attr-defined]
 
 
+def refuse_missing(model: nn.Module, path: str | os.PathLike[str], missing: list[str]) -> None:
+    """ValueError where a parameter that is spread over tensor ranks is not in the files: nobody would initialise it."""
+    held = inventory(model)
+    for name in missing:
+        if is_distributed(held[name].tensor):
+            raise ValueError(
+                f"{os.fspath(path)} does not hold {name}, which is spread over tensor ranks: build the model with its values, "
+                "call unwall.parallelize and unwall.shard, then unwall.load_weights(model, path, strict=False)"
+            )
+
+
 def initialize_missing(model: nn.Module, path: str | os.PathLike[str], missing: list[str], unexpected: list[str]) -> None:
     """What the files do not hold gets the values that a new model would have, with a warning, as ``from_pretrained`` does."""
     if unexpected:
@@ -114,6 +127,9 @@ def initialize_missing(model: nn.Module, path: str | os.PathLike[str], missing: 
     for module in dict.fromkeys(entry.owner for entry in absent):
         with lend(engine, list(module.parameters(recurse=False)), write=True), torch.no_grad():
             _nearest(model, module)._init_weights(module)
+            for ranks in same_model(engine.ranks, engine.others):  # each has drawn random numbers of its own
+                for param in module.parameters(recurse=False):
+                    ranks.broadcast(param.data)
             for entry in absent:
                 if entry.owner is module and entry.tensor.isnan().any():
                     raise RuntimeError(

@@ -7,6 +7,8 @@ from unwall.checkpoint.weight_files import WeightFiles
 
 SCRATCH_BYTES = 32 << 20
 """What is read at once where elements have to be put into another order."""
+ROW_BYTES = 4096
+"""Rows of at least so many bytes are read one by one. Of shorter ones (columns of a tensor rank) what is between them, too."""
 
 
 class Source:
@@ -41,6 +43,11 @@ class Source:
         if part.is_run and dtype is values.dtype:
             start = part.near_start - low
             self.files.read(part.far, part.far_start, values[start : start + part.numel])
+            return
+        row = part.extents[-1] if part.extents and part.near_strides[-1] == part.far_strides[-1] == 1 else 1
+        if dtype is values.dtype and row * dtype.itemsize >= ROW_BYTES:
+            for number in range(part.extents[0]):
+                self._read_part(part.narrow(0, number, 1).simplified(), low, values)
             return
         for piece in far_pieces(part, SCRATCH_BYTES // dtype.itemsize):
             scratch = torch.empty(piece.far_span, dtype=dtype)

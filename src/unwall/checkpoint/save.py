@@ -21,7 +21,6 @@ from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
-from unwall.checkpoint.spread import refuse_stages
 from unwall.checkpoint.writing import Save
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -89,7 +88,6 @@ def finish_pending(engine: Engine) -> BaseException | None:
 
 def begin(engine: Engine, what: str) -> Meeting:
     """What every save and load does first, with all ranks: the save before it has ended, and raises what it failed with."""
-    refuse_stages(engine, f"unwall.{what}")
     error = finish_pending(engine)
     engine.executor.together(what)
     meeting = Meeting(engine.everyone)
@@ -178,6 +176,8 @@ def _contents(
             "versions": {"unwall": __version__, "torch": str(torch.__version__)},
             "model": describe_model(model),
         }
+        if engine.others.pipeline:
+            _check_options(digests)
         contents = make_contents(engine, names, optimizer, small, digests, notes)
         if not directory.is_dir():
             raise CheckpointError(f"rank {meeting.rank} does not see {directory}: all ranks save into one directory")
@@ -189,6 +189,16 @@ def _contents(
     meeting.agree(error)
     assert contents is not None
     return contents
+
+
+def _check_options(digests: list[dict[str, Any]]) -> None:
+    """CheckpointError where ranks train with other options: those of rank 0 would count for all pipeline stages."""
+    for rank, theirs in enumerate(digests):
+        if theirs["optimizer"] != digests[0]["optimizer"]:
+            raise CheckpointError(
+                f"rank {rank} has the optimizer {theirs['optimizer']}, rank 0 {digests[0]['optimizer']}: all pipeline stages "
+                "need the same number of param groups with the same options (a group may be empty)"
+            )
 
 
 def _shortage(directory: Path, nbytes: int) -> OSError | None:

@@ -1,19 +1,20 @@
 """Which elements of a whole parameter a rank holds under tensor parallelism, in the words of boxes.py."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
-from torch import nn
 
+from unwall.checkpoint.boxed import within
 from unwall.checkpoint.boxes import Box, Part
 from unwall.checkpoint.errors import CheckpointError
-from unwall.runtime.engine import Engine
+from unwall.checkpoint.match import Match
 from unwall.shards.dimensions import Others
 from unwall.shards.local import is_distributed, local
 
 
-def parts_of(param: nn.Parameter, start: int, numel: int) -> Iterator[Part]:
+def parts_of(param: torch.Tensor, start: int, numel: int) -> Iterator[Part]:
     """A run of elements of a parameter's local part, as parts of the whole parameter, in order."""
     if not is_distributed(param):
         yield Part(Box.whole(param.shape), start, numel)
@@ -26,7 +27,7 @@ def parts_of(param: nn.Parameter, start: int, numel: int) -> Iterator[Part]:
         at += box.numel
 
 
-def writes(param: nn.Parameter, others: Others) -> bool:
+def writes(param: torch.Tensor, others: Others) -> bool:
     """Whether this rank writes its part: of those that hold the same elements the first one does."""
     if others.replicas is not None and others.replicas.rank:
         return False
@@ -38,23 +39,21 @@ def writes(param: nn.Parameter, others: Others) -> bool:
     return all(dimension.ranks.rank == 0 for dimension in others.tensor if dimension.name not in spread)
 
 
-def refuse_stages(engine: Engine, what: str) -> None:
-    """A checkpoint is of a whole model, and here each pipeline rank has some of its layers."""
-    if engine.others.pipeline:
-        raise RuntimeError(
-            f"{what} of a model that is cut into pipeline stages is not built: save part.state_dict() and "
-            "optimizer.state_dict() on the first data-parallel rank of each stage, under a name of its own, and load them there"
-        )
+def local_matches(tensor: torch.Tensor, matches: Iterable[Match]) -> list[Match]:
+    """From matches whose near side is a whole tensor of the model to those of the part of it that this rank holds."""
+    if not is_distributed(tensor):
+        return list(matches)
+    found, at, known = [], 0, list(matches)
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = tuple(tensor.shape)
+    for box in _boxes(tensor):
+        parts = (part for match in known for part in within(match, shape, box)) if box.numel else ()
+        found += [replace(part, near_start=part.near_start + at) for part in parts]
+        at += box.numel
+    return found
 
 
-def refuse_spread(model: nn.Module, what: str, instead: str) -> None:
-    """For files of whole weights, which know nothing of tensor ranks."""
-    for name, param in model.named_parameters():
-        if is_distributed(param):
-            raise ValueError(f"{what}: {name} is spread over tensor ranks. {instead}")
-
-
-def _boxes(param: nn.Parameter) -> list[Box]:
+def _boxes(param: torch.Tensor) -> list[Box]:
     """Boxes of the whole parameter that, end to end, are the local part. Packed weights are cut in several places."""
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():

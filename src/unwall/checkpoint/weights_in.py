@@ -4,13 +4,15 @@
 Each rank goes through its owned runs, stretch by stretch (window.py). For each stretch it reads what the files hold of it, in
 the background and a few stretches ahead, and writes it where the states live. So a rank reads the bytes that it owns, and a
 few stretches are all the memory that it takes. Where every rank owns everything (stage 0), each reads its share of a stretch
-and the shares are exchanged: every byte is read by one rank.
+and the shares are exchanged: every byte is read by one rank. A tensor rank owns elements of its boxes of a parameter, and a
+pipeline rank those of its layers: names that other stages hold are theirs to find.
 """
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,16 +23,17 @@ from torch.nn.modules.module import _IncompatibleKeys
 from unwall.checkpoint.agree import agree, begin
 from unwall.checkpoint.find_weights import open_weights
 from unwall.checkpoint.inventory import Held, aliases, inventory, owner_of, plain
-from unwall.checkpoint.naming import from_files, missing_names
+from unwall.checkpoint.naming import Named, from_files, missing_names
 from unwall.checkpoint.progress import Advance, progress
 from unwall.checkpoint.reading import Source
 from unwall.checkpoint.save import finish_pending
-from unwall.checkpoint.spread import refuse_spread
+from unwall.checkpoint.spread import local_matches
 from unwall.checkpoint.weight_files import WeightFiles, describe
 from unwall.checkpoint.window import STRETCH_ELEMENTS, stretches, window
 from unwall.runtime.engine import Engine
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
+from unwall.shards.local import local
 
 READERS = 3
 """Stretches that are read at once, ahead of what is being written."""
@@ -46,12 +49,31 @@ class Matched(NamedTuple):
     keys: _IncompatibleKeys
 
 
+class Found(NamedTuple):
+    """What the files hold for a model, before anybody has judged it."""
+
+    files: WeightFiles
+    held: dict[str, Held]
+    named: Named
+    missing: list[str]
+    errors: list[str]
+
+    def over_stages(self, ranks: Ranks) -> "Found":
+        """What is missing on any rank, and what no rank has a use for. All ranks call it together."""
+        every = ranks.every((self.named.unexpected, self.missing))
+        unexpected = [name for name in self.named.unexpected if all(name in theirs for theirs, _ in every)]
+        missing = list(dict.fromkeys(name for _, theirs in every for name in theirs))
+        return self._replace(named=replace(self.named, unexpected=unexpected), missing=missing)
+
+
 def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> Matched:
     """Checks all names, shapes and dtypes. RuntimeError, as from ``load_state_dict``, where they do not fit."""
-    model, files = plain(model), open_weights(path)
-    held = inventory(model)
+    return _checked(plain(model), _find(plain(model), path), path, strict)
+
+
+def _find(model: nn.Module, path: str | os.PathLike[str]) -> Found:
+    files, held = open_weights(path), inventory(model)
     named = from_files(model, held, {name: entry.shape for name, entry in files.entries.items()})
-    missing = missing_names(model, held, named.made)
     errors = list(named.errors)
     for name, made in named.made.items():
         used = [files.entries[far] for far in dict.fromkeys(patch.source for patch in made.patches)]
@@ -64,6 +86,11 @@ def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) 
             if _kind(entry.dtype) != _kind(held[name].dtype):
                 wanted = str(held[name].dtype).removeprefix("torch.")
                 errors.append(f"dtype mismatch for {name}: {entry.path.name} has {describe(entry)}, the model {wanted}")
+    return Found(files, held, named, missing_names(model, held, named.made), errors)
+
+
+def _checked(model: nn.Module, found: Found, path: str | os.PathLike[str], strict: bool) -> Matched:
+    files, held, named, missing, errors = found
     if strict and named.unexpected:
         errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(named.unexpected)}.")
     if strict and missing:
@@ -74,33 +101,50 @@ def match_weights(model: nn.Module, path: str | os.PathLike[str], strict: bool) 
     sources = {}
     for name, known in held.items():  # of several names of a tensor the last one counts, as in load_state_dict
         if name in named.made:
-            made = named.made[name]
-            sources[id(known.tensor)] = Source(files, made.matches(), made.numel(), known.dtype)
+            matches = local_matches(known.tensor, named.made[name].matches())
+            sources[id(known.tensor)] = Source(files, matches, local(known.tensor).numel(), known.dtype)
     if named.rules:
         model._weight_conversions = named.rules  # type: ignore[assignment]  # save_pretrained asks for it
     return Matched(files, sources, held, _IncompatibleKeys(missing, named.unexpected))
 
 
+def _match_together(model: nn.Module, engine: Engine | None, path: str | os.PathLike[str], strict: bool, what: str) -> Matched:
+    """What is wrong on one rank is an error on all."""
+    ranks = None if engine is None else engine.everyone
+    error: Exception | None = None
+    found: Found | None = None
+    matched: Matched | None = None
+    try:
+        found = _find(model, path)
+    except Exception as failure:
+        error = failure
+    if engine is not None and engine.others.pipeline:
+        agree(ranks, error, what)
+        assert found is not None
+        found = found.over_stages(engine.everyone)
+    try:
+        matched = None if found is None else _checked(model, found, path, strict)
+    except Exception as failure:
+        error = failure
+    agree(ranks, error, what)
+    assert matched is not None
+    return matched
+
+
 def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _IncompatibleKeys:
     """Loads weights into a model that has memory: a sharded one, or a plain one."""
-    refuse_spread(model, "load_weights", "Load the model before unwall.parallelize, or use model.load_state_dict(...)")
     engine = owner_of(model)
-    ranks = None if engine is None else engine.ranks
+    ranks = None if engine is None else engine.everyone
     if engine is not None:
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
         finish_pending(engine)  # it reads what is about to change
         begin(engine, "unwall.load_weights")
-    what, matched = f"loading weights from {os.fspath(path)}", None
+    what = f"loading weights from {os.fspath(path)}"
     error: Exception | None = None
-    try:
-        matched = match_weights(model, path, strict)
-    except Exception as found:
-        error = found
-    agree(ranks, error, what)
-    assert matched is not None
+    matched = _match_together(plain(model), engine, path, strict, what)
     rank = 0 if ranks is None else ranks.rank
-    total = sum(source.nbytes for source in matched.sources.values()) // (1 if ranks is None else ranks.size)
+    total = sum(source.nbytes for source in matched.sources.values()) // (1 if engine is None else engine.ranks.size)
     try:
         with torch.no_grad(), progress("loading weights", total, rank) as advance:
             if engine is not None:
@@ -235,7 +279,7 @@ def _fill_rest(matched: Matched, engine: Engine | None, advance: Advance) -> Non
             goal = torch.empty_like(goal, device="cpu" if engine is None else engine.device.device)
             for name in names:
                 matched.held[name].owner._buffers[matched.held[name].attribute] = goal
-        _fill_plain(goal, source)
+        _fill_plain(local(goal), source)
         advance(source.nbytes)
 
 

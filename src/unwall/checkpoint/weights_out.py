@@ -16,10 +16,11 @@ from unwall.checkpoint.naming import to_files
 from unwall.checkpoint.out_files import OutFiles, Spec, plan_files
 from unwall.checkpoint.patchwork import Patchwork
 from unwall.checkpoint.progress import Advance, progress
-from unwall.checkpoint.spread import refuse_spread
+from unwall.checkpoint.spread import local_matches, writes
 from unwall.checkpoint.window import stretches, window
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
+from unwall.shards.local import local
 from unwall.tiers.sizes import parse_bytes
 
 MAX_SHARD_SIZE = "5GB"
@@ -38,7 +39,6 @@ def export_weights(
     beside them where it has any. Each rank writes what it owns, through a small buffer, so the directory must be one that all
     ranks share. All ranks call it together.
     """
-    refuse_spread(model, "export_weights", "Save model.state_dict(), or unwall.save and 'unwall export' of the checkpoint")
     engine = owner_of(model)
     if engine is None:
         raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")
@@ -48,11 +48,28 @@ def export_weights(
     begin(engine, "unwall.export_weights")
     model = plain(model)
     held = inventory(model)
-    made = to_files(model, held)
-    specs = specs_of(made, {name: entry.dtype for name, entry in held.items()}, dtype)
-    machines = len(set(engine.ranks.every(platform.node())))
+    made, specs = _planned(engine, model, held, dtype)
+    machines = len(set(engine.everyone.every(platform.node())))
     out = OutFiles(Path(path), specs, plan_files(specs, limit), shared_by_machines=machines > 1)
     _write_all(engine, model, held, made, out, main_dtype(specs))
+
+
+def _planned(
+    engine: Engine, model: nn.Module, held: dict[str, Held], dtype: torch.dtype | None
+) -> tuple[dict[str, Patchwork], dict[str, Spec]]:
+    """What this rank's tensors become, and what is in the files: that of all pipeline stages."""
+    error: Exception | None = None
+    made: dict[str, Patchwork] = {}
+    specs: dict[str, Spec] = {}
+    try:
+        made = to_files(model, held)
+        specs = specs_of(made, {name: entry.dtype for name, entry in held.items()}, dtype)
+    except Exception as failure:
+        error = failure
+    agree(engine.everyone, error, "exporting weights")
+    if engine.others.pipeline:
+        specs = {name: spec for theirs in engine.everyone.every(specs) for name, spec in theirs.items()}
+    return made, specs
 
 
 def specs_of(made: dict[str, Patchwork], given: dict[str, torch.dtype], dtype: torch.dtype | None) -> dict[str, Spec]:
@@ -88,10 +105,10 @@ def _write_all(
     dtype: torch.dtype | None,
 ) -> None:
     """Every step may fail on one rank: then all stop, and nothing is left behind."""
-    rank, what = engine.ranks.rank, f"exporting weights to {out.folder}"
+    rank, what = engine.everyone.rank, f"exporting weights to {out.folder}"
 
     def write() -> None:
-        total = sum(file.nbytes for file in out.files) // engine.ranks.size
+        total = sum(file.nbytes for file in out.files) // engine.everyone.size
         with torch.no_grad(), progress("exporting weights", total, rank) as advance:
             _write_owned(engine, held, turned(made), out, advance)
         out.sync()
@@ -108,7 +125,7 @@ def _write_all(
                 act()
             except Exception as found:
                 error = found
-            agree(engine.ranks, error, what)
+            agree(engine.everyone, error, what)
     except BaseException:
         if rank == 0:
             out.discard()
@@ -117,23 +134,25 @@ def _write_all(
 
 
 def _write_owned(engine: Engine, held: dict[str, Held], goals: dict[str, list[Match]], out: OutFiles, advance: Advance) -> None:
-    names = {key: next((name for name in known if name in goals), None) for key, known in aliases(held).items()}
+    """What this rank owns. Of the ranks that hold the same elements the first one writes them."""
+    mine: dict[int, list[Match]] = {}
+    for key, names in aliases(held).items():
+        name = next((name for name in names if name in goals), None)
+        if name is not None and writes(held[name].tensor, engine.others):
+            mine[key] = local_matches(held[name].tensor, goals[name])
     for group in engine.groups:
         for start, stop, pieces in _owned_pieces(engine, group):
-            pieces = [piece for piece in pieces if names.get(id(group.params[piece[0]])) is not None]
+            pieces = [piece for piece in pieces if id(group.params[piece[0]]) in mine]
             if not pieces:
                 continue
             with window(engine.tiers, group, start, stop, write=False) as view:
                 for slot, run_start, param_start, numel in pieces:
-                    name = names[id(group.params[slot])]
-                    assert name is not None
                     values = view.get(run_start, numel).to("cpu")
-                    advance(write_range(out, goals[name], values, param_start))
-    if engine.ranks.rank == 0:
-        for known in names.values():
-            if known is not None and id(held[known].tensor) not in engine.places:
-                value = held[known].tensor.detach().to("cpu").contiguous().view(-1)
-                advance(write_range(out, goals[known], value, 0))
+                    advance(write_range(out, mine[id(group.params[slot])], values, param_start))
+    for entry in {id(entry.tensor): entry for entry in held.values()}.values() if engine.ranks.rank == 0 else ():
+        if id(entry.tensor) in mine and id(entry.tensor) not in engine.places:
+            value = local(entry.tensor).detach().to("cpu").contiguous().view(-1)
+            advance(write_range(out, mine[id(entry.tensor)], value, 0))
 
 
 def write_range(out: OutFiles, matches: list[Match], values: torch.Tensor, start: int) -> int:

@@ -61,7 +61,7 @@ class AdamW(ShardedOptimizer):
             raise ValueError("update_in_backward=True cannot skip a step: it has updated before all gradients are known")
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, max_grad_norm, skip_nonfinite)
-        lean = wants_lean(states, any(engine.plan.lean for engine in self.engines()))
+        lean = wants_lean(states, any(engine.plan.lean for engine in self.engines()), speculate)
         self.rule = LeanRule() if lean else AdamWRule()
         if lean:
             check_lean(group for param in self._params() for _, group, _ in self.places(param))
@@ -209,7 +209,7 @@ class AdamW(ShardedOptimizer):
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
         for engine in self.engines():
             engine.finish()
-        states = from_rank_0(self, state_dict["state"])
+        states = from_rank_0(self, state_dict)
         check_states(self, states)
         self._load_options(state_dict)
         load_whole_states(self, states)

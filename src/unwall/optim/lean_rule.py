@@ -76,7 +76,7 @@ def _whole_blocks(moments: torch.Tensor) -> torch.Tensor:
     return moments.as_strided((-(-moments.numel() // BLOCK) * BLOCK,), (1,))
 
 
-def wants_lean(states: str | None, planned: bool) -> bool:
+def wants_lean(states: str | None, planned: bool, speculate: object) -> bool:
     """Whether an optimizer keeps lean states. ``states``: what it was asked for, None where the plan decides (``planned``)."""
     if states not in (None, "exact", "lean"):
         raise ValueError(f"states is 'exact' or 'lean', got {states!r}")
@@ -85,7 +85,13 @@ def wants_lean(states: str | None, planned: bool) -> bool:
             "states='exact' for a model with Plan(states='lean'), which says what fits: write Plan(states='exact'), or leave "
             "states out here"
         )
-    return planned or states == "lean"
+    lean = planned or states == "lean"
+    if lean and not isinstance(speculate, bool):
+        raise ValueError(
+            f"speculate={speculate!r} with lean states: what rounding at random has lost cannot be computed back. Write "
+            "speculate=True, or states='exact'"
+        )
+    return lean
 
 
 def check_lean(groups: Iterable[Group]) -> None:

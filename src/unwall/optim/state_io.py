@@ -1,12 +1,14 @@
 """Optimizer states as whole tensors, parameter by parameter, in and out of shards. Generic over what states a rule keeps."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from unwall.optim.option_check import check_finite, check_options, check_step
 from unwall.optim.seen_states import seen_specs, seen_states
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -71,11 +73,13 @@ def _join_tensor_ranks(optimizer: ShardedOptimizer, found: dict[int, dict[str, A
                 found[number][name] = whole_over_tensor_ranks(param, value.to(device)).cpu()
 
 
-def from_rank_0(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Rank 0's states on every rank, whatever the others were given (``state_dict`` gives states on rank 0 only)."""
+def from_rank_0(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Rank 0's states on every rank, whatever the others were given (``state_dict`` gives states on rank 0 only). The options,
+    which each rank has its own of, are looked at before."""
     engines = optimizer.engines()
-    if engines and engines[0].ranks.size > 1:
-        engines[0].executor.together("load_state_dict of the optimizer")
+    with engines[0].executor.prepared("load_state_dict of the optimizer") if engines else nullcontext():
+        check_options(optimizer.param_groups, optimizer.defaults, state_dict)
+    states: dict[int, dict[str, Any]] = state_dict["state"]
     for ranks in same_model(engines[0].ranks, engines[0].others) if engines else ():
         states = _broadcast(ranks, states, engines[0].device.device)
     return states
@@ -121,18 +125,23 @@ def check_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]],
                 continue
             name = group.layout.slots[slot].name
             for state in ("step", *(spec.name for spec in seen_specs(optimizer.rule, group))):
+                what = f"the optimizer state {state!r} of parameter {number} ({name})"
                 if state not in entry:
                     if strict or state == "step":
                         raise ValueError(
                             f"the optimizer state of parameter {number} ({name}) has no {state!r}: it comes from another "
                             "optimizer"
                         )
-                elif state != "step" and (not isinstance(entry[state], torch.Tensor) or entry[state].shape != shape):
+                elif state == "step":
+                    check_step(what, entry[state])
+                elif not isinstance(entry[state], torch.Tensor) or entry[state].shape != shape:
                     got = tuple(entry[state].shape) if isinstance(entry[state], torch.Tensor) else entry[state]
                     raise ValueError(
-                        f"the optimizer state {state!r} of parameter {number} ({name}) has shape {got}, expected "
-                        f"{tuple(shape)}: it comes from another model, or the parameters are in another order"
+                        f"{what} has shape {got}, expected {tuple(shape)}: it comes from another model, or the parameters are "
+                        "in another order"
                     )
+                else:
+                    check_finite(what, entry[state])
 
 
 def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]]) -> None:

@@ -172,7 +172,8 @@ class Wrapped(ShardedOptimizer):
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
         for engine in self.engines():
             engine.finish()
-        states = from_rank_0(self, state_dict["state"])
+        states = from_rank_0(self, state_dict)
+        check_states(self, states, strict=False)
         pasts: dict[Any, Past] = {}
         loaded = {}
         for number, param in enumerate(self._params()):
@@ -181,7 +182,7 @@ class Wrapped(ShardedOptimizer):
                 names = {name for name in states[number] if name not in ("step", "inner")}
                 self._expect(number, param, states[number])
                 loaded[param] = _shared(pasts, states[number].get("inner", {}), names)
-        check_states(self, states, strict=False)
+        check_states(self, states, strict=False)  # also what it has that was not kept until now
         self._load_options(state_dict)
         load_whole_states(self, states)
         self._past = loaded

@@ -126,6 +126,8 @@ def read_mesh(mesh: DeviceMesh, device: str) -> tuple[Ranks, Others]:
         if role != "data" and dist.get_world_size(group) == 1:
             continue
         ranks = Ranks(group, device)
+        if ranks.size > 1:
+            ranks.control.watch.dimension = f"dimension {name!r} of the mesh"
         if role == "data":
             data = ranks
         elif role == "replicas":
@@ -133,6 +135,20 @@ def read_mesh(mesh: DeviceMesh, device: str) -> tuple[Ranks, Others]:
         else:
             (others.tensor if role == "tensor" else others.pipeline).append(Dimension(name, ranks))
     if others.beyond or others.replicas is not None:
-        everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten("unwall").get_group()
-        others.everyone = Ranks(everyone, device)
+        others.everyone = Ranks(everyone_in(mesh), device)
     return data, others
+
+
+def everyone_in(mesh: DeviceMesh) -> "dist.ProcessGroup":
+    """The process group of all ranks of a mesh. They call it together."""
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    group: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten("unwall").get_group()
+    return group
+
+
+def sizes_of(mesh: DeviceMesh, role: str) -> dict[str, int]:
+    """The dimensions for a role that have several ranks, and how many."""
+    sizes = dict(zip(names_of(mesh), mesh.shape, strict=True))
+    return {name: sizes[name] for name, found in roles_of(mesh).items() if found == role and sizes[name] > 1}

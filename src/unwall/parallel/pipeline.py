@@ -151,7 +151,8 @@ def _following(kind: Any, steps: Steps) -> Any:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.begin()
-        with steps.engine.one_pass():
+        peers = steps.engine.others.peers
+        with steps.engine.one_pass(), nullcontext() if peers is None else peers.named():
             return kind.step(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})

@@ -1,8 +1,8 @@
 """What a plan asks for activations: kept, computed again in backward, moved to the host meanwhile, or whatever is fastest.
 
-With ``"host"`` the repeated blocks are recomputed from their inputs, and those inputs wait on the host. In a model without such
-blocks everything that autograd saves does: that is far more than a link carries while it is computed. ``"auto"`` decides for
-each block (runtime/auto.py).
+With ``"host"`` the repeated blocks are recomputed from their inputs, and those inputs wait on the host (``"disk"``: on disk).
+In a model without such blocks everything that autograd saves does: that is far more than a link carries while it is computed.
+``"auto"`` decides for each block (runtime/auto.py).
 """
 
 import functools
@@ -20,6 +20,7 @@ from unwall.runtime.block_call import BlockCall
 from unwall.runtime.card import CountedCard, card_of
 from unwall.runtime.engine import Engine
 from unwall.runtime.recompute import recompute_blocks, repeated_blocks
+from unwall.runtime.saved_on_disk import SavedOnDisk
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.runtime.sequence_tiles import Tiles
 from unwall.schedule.limit import Limit
@@ -32,12 +33,14 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
         Tiles(model, tiles)
     if kind == "auto":
         decide_by_measuring(engine, model)
-    if kind in ("recompute", "host"):
+    if kind in ("recompute", "host", "disk"):
         found = recompute_blocks(model)
         if kind == "recompute" and not found:
             _say_nothing_is_recomputed(model)
     if kind == "host":
         engine.forward.saved.layers.append(_mover(engine))
+    if kind == "disk":
+        engine.forward.saved.layers.append(_to_disk(engine))
 
 
 def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
@@ -99,6 +102,10 @@ def _is_state(engine: Engine) -> Callable[[torch.Tensor], bool]:
 
 def _mover(engine: Engine) -> SavedOnHost:
     return SavedOnHost(engine.tiers.links, engine.tiers.host, engine.device.device, _is_state(engine))
+
+
+def _to_disk(engine: Engine) -> SavedOnDisk:
+    return SavedOnDisk(engine.tiers.links, engine.tiers.host, engine.device.device, _is_state(engine))
 
 
 def _inside_compiled(model: nn.Module, name: str) -> bool:

@@ -70,7 +70,7 @@ def _change(engine: Engine, plan: Plan, sizes: list[Sizes], homes: list[Home]) -
     if failed is not None:
         _move_all(engine, before)
     now, kept = (before, old_plan) if failed is not None else (homes, plan)
-    if engine.tiers.disk is not None and not any(home.on_disk for home in now):
+    if engine.tiers.disk is not None and kept.activations != "disk" and not any(home.on_disk for home in now):
         engine.tiers.close_disk()
     engine.plan = kept
     new = {"device": plan.budget_device_bytes, "host": plan.budget_host_bytes, "disk": plan.budget_disk_bytes}

@@ -40,7 +40,8 @@ def open_tiers(plan: Plan, device: DeviceTier, rank: int, sizes: Sequence[Sizes]
     """The tiers of one rank; the disk only where something lives there."""
     host = HostTier(shared_pool(), plan.budget_host_bytes)
     if not any(home.on_disk for home in homes):
-        return Tiers(device, host)
+        disk = DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank) if plan.activations == "disk" else None
+        return Tiers(device, host, disk)
     tiers = Tiers(device, host)
     tiers.open_disk(DiskTier(plan.directories, plan.budget_disk_bytes, rank=rank), *disk_buffers(sizes, homes))
     return tiers

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils import checkpoint
 
-from unwall.runtime import transforms
+from unwall.runtime import handed, transforms
 from unwall.runtime.stand_ins import StandIns
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
@@ -184,17 +184,22 @@ class Pair:
         if self.saved.seen is not None:
             self.saved.seen(tensor)
         index = self.saved.group_of(tensor)
-        stands_in = index is not None and self._checkpoint
-        value: Any = self.saved.stand_ins.of(index, tensor) if index is not None and stands_in else tensor
-        for layer in self._layers:
-            value = layer.pack(value)
-        if index is None or stands_in:
+        if index is None or self._checkpoint:
+            value: Any = tensor if index is None else self.saved.stand_ins.of(index, tensor)
+            for layer in self._layers:
+                value = layer.pack(value)
             return None, value, None
-        # What other hooks keep beside what they give back is not known: it counts as somebody else's.
-        ours = not isinstance(self._layers[0], Hooks) or (
-            isinstance(value, torch.Tensor) and self.saved.group_of(value) == index
-        )
-        return index, value, self.saved.views_of(index) if ours else None
+        first, *others = self._layers
+        value = self._handed(first, index, tensor) if isinstance(first, Hooks) else first.pack(tensor)
+        for layer in others:
+            value = layer.pack(value)
+        return index, value, None if isinstance(first, Hooks) else self.saved.views_of(index)
+
+    def _handed(self, hooks: Hooks, index: int, tensor: torch.Tensor) -> Any:
+        """See [Note: handed to hooks] in handed.py."""
+        packed = [hooks.pack(handed.alias(tensor))]
+        handed.Claim(lambda found: self.saved.group_of(found) == index, self.saved.views_of(index)).search(packed)
+        return packed[0]
 
     def unpack(self, packed: "tuple[int | None, Any, SavedViews | None]") -> Any:
         index, value = packed[0], packed[1]

@@ -16,134 +16,20 @@ backward, as it is in plain PyTorch.
 
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from unwall.runtime.moved import Done, Leaving, Moved, Shelf
 from unwall.tiers.host import HostBlock, HostTier
-from unwall.tiers.ledger import BudgetError
 from unwall.tiers.links import Links
 
 MIN_BYTES = 1 << 20
 """Smaller storages stay: many small copies would cost more than they free."""
 IN_FLIGHT_BYTES = 1 << 30
 AHEAD_BYTES = 1 << 30
-
-Done: TypeAlias = "torch.cuda.Event | None"
-"""When a copy has ended."""
-
-
-class Shelf:
-    """Host memory for activations. What was used once is used again: sizes repeat from step to step."""
-
-    def __init__(self, host: HostTier) -> None:
-        self._host = host
-        self._free: defaultdict[int, deque[tuple[HostBlock, Done]]] = defaultdict(deque)
-        self.most_bytes: int | None = None
-        """What it may take of the host. None: what the host's ledger allows."""
-        self._taken = 0
-        host.ledger.ask_before_refusing(self.clear)
-
-    def take(self, nbytes: int) -> "tuple[HostBlock, Done] | None":
-        """A block, and what must have ended before it is written. None where the host has no room for it."""
-        try:
-            return self._free[nbytes].popleft()
-        except IndexError:
-            pass
-        if self.most_bytes is not None and self._taken + nbytes > self.most_bytes:
-            return None
-        try:
-            block = self._host.allocate(nbytes, "activations", pinned=True)
-        except BudgetError:
-            return None
-        self._taken += nbytes
-        return block, None
-
-    def put(self, block: HostBlock, done: "Done") -> None:
-        """From any thread, at any moment: a graph that is dropped gives its blocks back. ``done``: the last copy of it."""
-        self._free[block.nbytes].append((block, done))
-
-    def clear(self) -> None:
-        """Frees what nobody uses."""
-        for blocks in list(self._free.values()):
-            while blocks:
-                block, done = blocks.pop()
-                if done is not None:
-                    done.synchronize()
-                self._taken -= block.nbytes
-                self._host.free(block)
-
-
-class Leaving:
-    """A tensor whose storage is being copied to the host: held until that has ended."""
-
-    __slots__ = ("done", "nbytes", "stream", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.version = tensor._version
-        self.nbytes = nbytes
-        self.done: Done = None
-        """None without an accelerator: copies end before they return."""
-        self.stream: Any = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
-        """Whose memory it is."""
-
-    def changed(self) -> bool:
-        return self.tensor is not None and self.tensor._version != self.version
-
-
-class Moved:
-    """A storage that was saved: on its way out, on the host, or on its way back."""
-
-    __slots__ = (
-        "__weakref__",
-        "_origin",
-        "_shelf",
-        "arrived",
-        "back",
-        "block",
-        "leaving",
-        "number",
-        "spoiled",
-        "stream",
-        "uses",
-    )
-
-    def __init__(self, shelf: Shelf, block: HostBlock, tensor: torch.Tensor, number: int) -> None:
-        self._shelf = shelf
-        self._origin = tensor.untyped_storage()._weak_ref()
-        self.block = block
-        self.number = number
-        """Its place in the order of saving."""
-        self.leaving = Leaving(tensor.detach(), block.nbytes)
-        self.spoiled = False
-        """It was changed while it was copied."""
-        self.back: torch.UntypedStorage | None = None
-        """The storage that it came back in."""
-        self.arrived: Done = None
-        """The copy to the device has ended."""
-        self.stream: Any = None
-        """Whose memory it came back in."""
-        self.uses = 0
-        """How many have saved it and not used it yet."""
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a copy of this tensor as it is now. While we know of a storage its address is no other's."""
-        return self.leaving.version == tensor._version and not torch.UntypedStorage._expired(self._origin)
-
-    def __del__(self) -> None:
-        leaving = getattr(self, "leaving", None)  # None: interrupted while it was made
-        if leaving is None:
-            return
-        torch.UntypedStorage._free_weak_ref(self._origin)
-        if leaving.done is not None and not leaving.done.query():
-            leaving.stream.wait_event(leaving.done)  # the memory is used again after that, not before
-        if self.back is not None and self.arrived is not None and not self.arrived.query():
-            self.stream.wait_event(self.arrived)
-        leaving.tensor = None
-        self._shelf.put(self.block, self.arrived or leaving.done)
 
 
 class SavedView:
@@ -225,7 +111,7 @@ class SavedOnHost:
 
     def _send(self, tensor: torch.Tensor) -> Moved | None:
         storage = tensor.untyped_storage()
-        taken = self._shelf.take(storage.nbytes())
+        taken = self._take(storage.nbytes())
         if taken is None:
             return None  # no room on the host: it stays
         block, free = taken
@@ -237,7 +123,14 @@ class SavedOnHost:
         self._leaving.append((leaving, weakref.ref(moved)))
         self._leaving_bytes += leaving.nbytes
         self._let_go()
+        self._sent(moved)
         return moved
+
+    def _sent(self, moved: Moved) -> None:
+        """It is on its way to the host."""
+
+    def _take(self, nbytes: int) -> "tuple[HostBlock, Done] | None":
+        return self._shelf.take(nbytes)
 
     def _let_go(self) -> None:
         """Gives up the device's memory of what has left, and of the oldest where too much is on its way."""
@@ -285,14 +178,15 @@ class SavedOnHost:
                 return
             if moved.uses <= 0:  # all have had it
                 continue
-            ahead += moved.block.nbytes
+            ahead += moved.nbytes
             if ahead > self._ahead_bytes:
                 return
             self._fetch(moved)
 
     def _fetch(self, moved: Moved) -> None:
         if moved.back is None:
-            target = torch.empty(moved.block.nbytes, dtype=torch.uint8, device=self._device)
+            assert moved.block is not None
+            target = torch.empty(moved.nbytes, dtype=torch.uint8, device=self._device)
             moved.stream = torch.cuda.current_stream(self._device) if target.is_cuda else None
             moved.arrived = self._copy(moved.block.data, target, outward=False, after=moved.leaving.done)
             moved.back = target.untyped_storage()

@@ -9,6 +9,7 @@ over all of the model needs them: norms (tensor and pipeline ranks), whole tenso
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ class Others:
     """Hold the same shards, and see other data."""
     everyone: Ranks | None = None
     """All ranks of the mesh, where there are others than the data-parallel ones."""
+    peers: Any = None
+    """Who knows which of them has ended (parallel/peers.py). Only kept here."""
 
     @property
     def tensor_size(self) -> int:

@@ -5,13 +5,15 @@ Taking the memory away from a storage that someone else still reads (a ``.detach
 the process. So the references to the storage are counted before: ours, and those of what autograd saved through our hooks. If
 there are more, the storage is left to whoever has it, with the values of now, and the group gets another one at its next fetch.
 That costs memory, so it is said once for each group. A thread of gloo's lets go of a collective's tensors a moment after it has
-said that it is done: where a collective was the last to write, that moment is waited for.
+said that it is done: where a collective was the last to write, that moment is waited for. What only cycles of garbage hold (a
+traceback and its frames) is collected first.
 
 [Note: work in flight]
 A copy or a collective may be writing when something raises, an interrupt among others. The buffer knows them from before they
 start, and outwaits them before it gives memory back, whatever happens meanwhile.
 """
 
+import gc
 import sys
 import time
 import warnings
@@ -28,6 +30,9 @@ from unwall.tiers.device import DeviceTier
 
 LET_GO_S = 0.1
 """How long a thread of gloo's may take to let go of what it has written."""
+
+COLLECTIONS = 2
+"""So many collections of garbage in a row may be in vain: then it is not garbage that holds the buffers of this process."""
 
 _uses: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 """References to a storage. Without it (it is private to torch) only storages that cannot be resized are noticed."""
@@ -53,6 +58,9 @@ class InFlight(Protocol):
 
 class FlatBuffer:
     """``comes_and_goes``: its memory is taken at each ``fill`` and given back at each ``empty``."""
+
+    in_vain = 0
+    """Collections of garbage, in a row, that have let go of no buffer."""
 
     def __init__(self, device: DeviceTier, layout: Layout, name: str, comes_and_goes: bool) -> None:
         self._device = device
@@ -116,7 +124,7 @@ class FlatBuffer:
         self._outwait()
         if not self._comes_and_goes or self._block is None:
             return
-        if not self._is_ours() and not (self._gathered and self._becomes_ours()):
+        if not self._is_ours() and not (self._gathered and self._becomes_ours()) and not self._was_garbage():
             self._leave()
             return
         self._gathered = False
@@ -160,6 +168,15 @@ class FlatBuffer:
             time.sleep(LET_GO_S / 100)
         return True
 
+    def _was_garbage(self) -> bool:
+        """See [Note: who else holds it]."""
+        if self._warned or FlatBuffer.in_vain >= COLLECTIONS:
+            return False
+        gc.collect()
+        ours = self._is_ours()
+        FlatBuffer.in_vain = 0 if ours else FlatBuffer.in_vain + 1
+        return ours
+
     def _count(self) -> int:
         return 0 if _uses is None else _uses(self.tensor.untyped_storage()._cdata)
 
@@ -168,8 +185,9 @@ class FlatBuffer:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"a tensor that shares memory with the parameters of group {self._name} is kept by your code: it keeps its "
-                "values of now, and its memory on the device. Copy what you keep: .detach().clone()",
+                f"a tensor that shares memory with the parameters of group {self._name} is kept by your code, or by its "
+                "hooks on saved tensors: it keeps its values of now, and its memory on the device. Copy what you keep: "
+                ".detach().clone()",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -40,6 +40,7 @@ def set_lean(group: Group, lean: bool) -> None:
         for piece in _pieces(old.numel()):
             new[piece].copy_(_narrowed(old[piece]) if lean else _widened(old[piece]))
         group.pending.staging.close()
+        group.states[REMAINDER.key()].await_reader()
         group.free_state(REMAINDER.key())
         group.states[REMAINDER.key()] = made
         group.generation += 1

@@ -76,6 +76,8 @@ class Watch:
         """Held by whoever agrees on something with the other ranks, so that the thread that looks does not come between."""
         self.parting: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends the exchange in which the others learn of this rank's fault, while that is under way."""
+        self.dimension = ""
+        """Of a mesh, whose ranks these are: for messages."""
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -135,7 +137,7 @@ class Watch:
     def _describe(self, rank: int) -> str:
         process, state, place = self._process(rank), self._state(rank), self._sign(rank)[1]
         if state == "gone":
-            return f"rank {rank} has ended (process {process.pid})"
+            return f"rank {rank}{f' of {self.dimension}' if self.dimension else ''} has ended (process {process.pid})"
         if state == "stopped":
             return f"rank {rank} is stopped (process {process.pid}; SIGCONT lets it go on)"
         if place:

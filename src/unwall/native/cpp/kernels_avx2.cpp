@@ -2,3 +2,5 @@
 #define UNWALL_ISA "avx2"
 #define UNWALL_KERNELS avx2_kernels
 #include "kernels_impl.hpp"
+#define UNWALL_JOURNAL avx2_journal
+#include "journal_impl.hpp"

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define UW_API __attribute__((visibility("default")))
-#define UW_ABI_VERSION 4
+#define UW_ABI_VERSION 5
 
 typedef uint64_t uw_ticket;
 
@@ -86,6 +86,17 @@ typedef struct uw_adamw_args {
 } uw_adamw_args;
 
 UW_API uw_ticket uw_adamw(uw_pool* pool, const uw_adamw_args* args, const uw_ticket* after, int32_t n_after, uw_error* err);
+// The same in place with a way back (journal_impl.hpp): `journal` has uw_journal_bytes(n) bytes, starts a line of 64, and was
+// zeroed once. Chunks with too many escapes are left as they are; uw_adamw_resolve knows of them.
+UW_API int64_t uw_journal_bytes(int64_t n);
+UW_API uw_ticket uw_adamw_journaled(uw_pool* pool, const uw_adamw_args* args, void* journal, const uw_ticket* after,
+                                    int32_t n_after, uw_error* err);
+// After a journaled update of the same `args` and the same gradients: every element gets its old bits back or, with `again`
+// (the same arrays, other numbers or the same ones), those of that update. A second call finds nothing to do.
+UW_API uw_ticket uw_adamw_resolve(uw_pool* pool, const uw_adamw_args* args, const uw_adamw_args* again, void* journal,
+                                  const uw_ticket* after, int32_t n_after, uw_error* err);
+// What the journal of `n` elements knows: elements that escaped, and elements that are left as they were.
+UW_API int uw_journal_read(const void* journal, int64_t n, int64_t* escaped, int64_t* owing);
 // *sum = sum of squares in double (finite elements and not alike), *nonfinite = how many elements are inf or NaN.
 // The order of additions depends on n alone: the same bits for any thread count and instruction set.
 UW_API uw_ticket uw_sum_squares(uw_pool* pool, const void* src, int32_t dtype, int64_t n, double* sum, int64_t* nonfinite,
