@@ -174,7 +174,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     if unknown := sorted(set(found) - known):
         raise TrainError(f"--plan {path}: {unknown[0]} is no field of a plan; there are {', '.join(sorted(known))}")
     for name in ("compute_dtype", "reduce_dtype"):
-        if isinstance(found.get(name), str):
+        if isinstance(found.get(name), str) and found[name] not in ("int8", "int4"):
             dtype: torch.dtype | None = read_dtype(found[name].removeprefix("torch."))
             found[name] = dtype
     if isinstance(found.get("disk"), list):

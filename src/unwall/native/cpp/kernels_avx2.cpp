@@ -4,3 +4,5 @@
 #include "kernels_impl.hpp"
 #define UNWALL_JOURNAL avx2_journal
 #include "journal_impl.hpp"
+#define UNWALL_QUANTISE avx2_quantise
+#include "quantise_impl.hpp"

@@ -4,3 +4,5 @@
 #include "kernels_impl.hpp"
 #define UNWALL_JOURNAL avx512_journal
 #include "journal_impl.hpp"
+#define UNWALL_QUANTISE avx512_quantise
+#include "quantise_impl.hpp"

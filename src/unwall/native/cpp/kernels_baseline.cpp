@@ -4,3 +4,5 @@
 #include "kernels_impl.hpp"
 #define UNWALL_JOURNAL baseline_journal
 #include "journal_impl.hpp"
+#define UNWALL_QUANTISE baseline_quantise
+#include "quantise_impl.hpp"

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define UW_API __attribute__((visibility("default")))
-#define UW_ABI_VERSION 5
+#define UW_ABI_VERSION 6
 
 typedef uint64_t uw_ticket;
 
@@ -137,6 +137,16 @@ UW_API uw_ticket uw_lean_read(uw_pool* pool, float* dst, const uint16_t* moments
                               const uw_ticket* after, int32_t n_after, uw_error* err);
 UW_API uw_ticket uw_lean_write(uw_pool* pool, uint16_t* moments, const float* src, int32_t squares, int64_t n,
                                const uw_ticket* after, int32_t n_after, uw_error* err);
+// Blocks of 256 elements as small integers (`bits`: 8 or 4) with one float scale each, in `pieces` pieces of `n` elements (a
+// multiple of 256): in each first all scales, then all codes (quantise_impl.hpp). Rounds to nearest, or with noise made of
+// `seed` and an element's number. `residual` (or null) is added before, and gets what the rounding has left. Element by
+// element.
+UW_API uw_ticket uw_quantise(uw_pool* pool, void* packed, const void* src, void* residual, int32_t dtype, int64_t n,
+                             int32_t pieces, int32_t bits, int32_t stochastic, uint32_t seed, const uw_ticket* after,
+                             int32_t n_after, uw_error* err);
+// The inverse. `divisor` 0: all pieces, side by side. Otherwise their sum, in float and in their order, over `divisor`.
+UW_API uw_ticket uw_dequantise(uw_pool* pool, void* dst, const void* packed, int32_t dtype, int64_t n, int32_t pieces,
+                               int32_t bits, float divisor, const uw_ticket* after, int32_t n_after, uw_error* err);
 // Slows every job of the pool down to at most this many bytes per second of its traffic (0: full speed). For overlap tests.
 UW_API int uw_pool_throttle(uw_pool* pool, double bytes_per_second);
 
