@@ -1,5 +1,7 @@
 """Every example runs as its docstring says, on a CPU, and learns. Those for one process share this one: torch is imported once."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -14,6 +16,8 @@ import unwall
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 LAUNCHER = {"several_ranks": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+POOLED = {"tensor_parallel": 4, "three_dimensions": 4}
+"""Examples whose ``main`` runs in rank processes that are there already: how many."""
 
 
 def run(name):
@@ -28,6 +32,13 @@ def run(name):
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert found.returncode == 0, found.stderr
     return found.stdout
+
+
+def in_a_rank(name):
+    """The example's ``main`` as one of several ranks: what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+    return shown.getvalue()
 
 
 def losses(shown):
@@ -48,8 +59,11 @@ def here(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_runs_and_learns(name, here):
-    found = losses(run(name) if name in LAUNCHER else here(name))
+def test_an_example_runs_and_learns(name, here, ranks):
+    if name in POOLED:
+        found = losses("".join(ranks(POOLED[name]).run(in_a_rank, name)))
+    else:
+        found = losses(run(name) if name in LAUNCHER else here(name))
     assert len(found) > 3
     assert found[-1] < 0.8 * found[0]
 

@@ -56,6 +56,9 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     if building():
         raise RuntimeError("unwall.shard inside unwall.init: leave the init context first, the model's values are still paged")
     _check_model(model)
+    if plan.partition_activations and (mesh is None or "tensor" not in roles_of(mesh).values()):
+        where = "without a mesh" if mesh is None else f"over {describe(mesh)}"
+        raise PlanError(f"partition_activations=True {where}: it needs a tensor-parallel dimension, 'tp'")
     if mesh is None:
         check_without_mesh(model)
     else:

@@ -12,9 +12,11 @@ from unwall.tiers.sizes import format_bytes, parse_bytes
 
 Placement = Literal["auto", "device", "host", "disk"]
 Activations = Literal["auto", "keep", "recompute", "host", "disk"]
+Packed = Literal["int8", "int4"]
 
 _PLACEMENTS = ("auto", "device", "host", "disk")
 _ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
+_PACKED: dict[str, int] = {"int8": 8, "int4": 4}
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -43,6 +45,9 @@ class Plan:
     sequence_tiles: int | None = None
     """In how many parts of the sequence MLPs and norms run, each computed again in backward: for very long samples. None: as
     they are, unless ``activations="auto"`` finds a block that would not fit otherwise."""
+    partition_activations: bool = False
+    """Over a mesh with a tensor-parallel dimension of T ranks: of the input of a recomputed block that is the same on all of
+    them, each keeps 1/T, and they gather it before the block's backward."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
@@ -56,8 +61,15 @@ class Plan:
     """How many backward calls add up before a step. More than one makes room for their sum in fp32 on the host."""
     compute_dtype: torch.dtype = torch.bfloat16
     """The dtype that forward and backward compute in. The master copy is always fp32."""
-    reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are kept, and summed over the ranks. None: ``compute_dtype``."""
+    reduce_dtype: torch.dtype | Packed | None = None
+    """The dtype in which gradients are kept, and summed over the ranks. None: ``compute_dtype``. ``"int8"``, ``"int4"``: they
+    travel as small integers, rounded stochastically, with a scale for each 256 of them, and are summed in fp32."""
+    reduce_feedback: bool = False
+    """With such a ``reduce_dtype``: each rank keeps what the rounding has left, and adds it to its next gradient. That takes as
+    much memory on the device as the whole gradient, whatever the stage."""
+    gather_dtype: Literal["int8"] | None = None
+    """``"int8"``: parameters that compute in 16 bits travel to the other ranks as small integers. All ranks compute with what
+    arrives; shards, master and all that is saved stay as they are. See docs/compressed.md."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What becomes of the ranks' gradients: their average, or their sum (for a loss that each rank divides by the whole
     batch)."""
@@ -97,10 +109,14 @@ class Plan:
         tiles = self.sequence_tiles
         if tiles is not None and (not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1):
             raise PlanError(f"sequence_tiles is a whole number, 1 or more, or None, got {tiles!r}")
+        if self.partition_activations and self.activations in ("keep", "auto"):
+            raise PlanError(
+                f"partition_activations=True with activations={self.activations!r}: parts are kept of the inputs of recomputed "
+                "blocks. Use activations='recompute' or 'host'"
+            )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
-        if self.reduce_dtype is not None and self.reduce_dtype not in _COMPUTE_DTYPES:
-            raise PlanError(f"reduce_dtype is torch.bfloat16, torch.float16, torch.float32 or None, got {self.reduce_dtype!r}")
+        self._check_communication()
         if self.reduce_op not in ("mean", "sum"):
             raise PlanError(f"reduce_op is 'mean' or 'sum', got {self.reduce_op!r}")
         if self.keep_fp32 is not None and not callable(self.keep_fp32):
@@ -123,6 +139,35 @@ class Plan:
         if uses_disk and not self.directories:
             raise PlanError("a state is placed on disk, but no directory is given: Plan(disk='/path/on/a/fast/drive')")
 
+    def _check_communication(self) -> None:
+        if self.reduce_dtype is not None and self.reduce_dtype not in (*_COMPUTE_DTYPES, *_PACKED):
+            raise PlanError(
+                "reduce_dtype is torch.bfloat16, torch.float16, torch.float32, 'int8', 'int4' or None, got "
+                f"{self.reduce_dtype!r}"
+            )
+        if self.gather_dtype not in (None, "int8"):
+            raise PlanError(f"gather_dtype is 'int8' or None, got {self.gather_dtype!r}")
+        if not isinstance(self.reduce_feedback, bool):
+            raise PlanError(f"reduce_feedback is True or False, got {self.reduce_feedback!r}")
+        if self.reduce_feedback and self.reduce_bits is None:
+            raise PlanError(
+                f"reduce_feedback adds what rounding has left to the next gradient, but reduce_dtype={self.reduce_dtype!r} "
+                "leaves nothing: write reduce_dtype='int4' or 'int8' with it"
+            )
+        if self.reduce_feedback and self.compute_dtype is torch.float16:
+            raise PlanError(
+                "reduce_feedback keeps parts of gradients from step to step, but in torch.float16 the loss scale changes "
+                "between: use compute_dtype=torch.bfloat16, or leave reduce_feedback out"
+            )
+        packs = [name for name in ("gather_dtype", "reduce_dtype") if getattr(self, name) in _PACKED]
+        if packs and self.compute_dtype is torch.float32:
+            raise PlanError(
+                f"{packs[0]}={getattr(self, packs[0])!r} is for what computes in 16 bits, but compute_dtype is torch.float32: "
+                "use torch.bfloat16 or torch.float16, or leave it out"
+            )
+        if self.gather_dtype is not None and self.stage == 0:
+            raise PlanError("gather_dtype='int8' is for parameters that are gathered, which stage 0 never does: leave it out")
+
     @classmethod
     def from_deepspeed(cls, config: str | Path | Mapping[str, object]) -> "Plan":
         """What a DeepSpeed config (the path of its JSON file, or the dict) asks for, as a plan.
@@ -140,6 +185,21 @@ class Plan:
         if wanted is not None and not _is_count(wanted):
             raise PlanError(f"tiles gives a whole number, 1 or more, or None, got {wanted!r} for {name}")
         return wanted
+
+    @property
+    def reduce_bits(self) -> int | None:
+        """Bits of a gradient's element on its way, where that is less than a dtype has."""
+        return _PACKED.get(self.reduce_dtype) if isinstance(self.reduce_dtype, str) else None
+
+    @property
+    def gather_bits(self) -> int | None:
+        """The same for parameters."""
+        return None if self.gather_dtype is None else _PACKED[self.gather_dtype]
+
+    @property
+    def sum_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients are kept. None: that of the parameters."""
+        return self.reduce_dtype if isinstance(self.reduce_dtype, torch.dtype) else None
 
     @property
     def directories(self) -> tuple[Path, ...]:

@@ -327,7 +327,11 @@ def test_reduce_dtype(keys, dtype):
         ({"type": "Adam"}, Outcome.OPTIMIZER, r"unwall.AdamW .*weight_decay=0.0"),
         ({"type": "adam", "params": {"adam_w_mode": False}}, Outcome.OPTIMIZER, r"wrap\(torch.optim.Adam\("),
         ({"type": "SGD", "params": {"momentum": 0.9}}, Outcome.OPTIMIZER, r"wrap\(torch.optim.SGD\("),
-        ({"type": "OneBitAdam", "params": {"freeze_step": 400}}, Outcome.MISSING, "neither in unwall nor in torch.optim"),
+        (
+            {"type": "OneBitAdam", "params": {"freeze_step": 400}},
+            Outcome.MISSING,
+            "whole momentum on every rank.*reduce_dtype='int4'",
+        ),
         ({"type": "sgd"}, Outcome.MISSING, "neither"),  # a module of torch.optim, no optimizer
     ],
 )
@@ -354,7 +358,6 @@ def test_arguments_of_optimizers():
 @pytest.mark.parametrize(
     ("key", "asks", "off"),
     [
-        ("zero_quantized_weights", True, False),
         ("zero_hpz_partition_size", 8, 1),
         ("ignore_unused_parameters", False, True),
         ("mics_shard_size", 4, -1),
@@ -363,6 +366,34 @@ def test_arguments_of_optimizers():
 def test_features_that_unwall_lacks_count_only_where_they_are_asked_for(key, asks, off):
     assert became(zero(stage=3, **{key: asks}))[f"zero_optimization.{key}"].outcome is Outcome.MISSING
     assert became(zero(stage=3, **{key: off}))[f"zero_optimization.{key}"].outcome is Outcome.NOT_NEEDED
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields"),
+    [
+        ({"zero_quantized_weights": True}, {"gather_dtype": "int8"}),
+        ({"zero_quantized_gradients": True}, {"reduce_dtype": "int4"}),
+        ({"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}, {"reduce_feedback": True}),
+        ({"zero_quantized_weights": False, "zero_quantized_gradients": "auto"}, {"gather_dtype": None, "reduce_dtype": None}),
+    ],
+)
+def test_what_zero_plus_plus_compresses(keys, fields):
+    plan = translate(zero(stage=3, **keys)).plan
+    assert {name: getattr(plan, name) for name in fields} == fields
+    in_fp32 = translate({"zero_optimization": {"stage": 3, **keys}}).plan
+    assert (in_fp32.gather_dtype, in_fp32.reduce_dtype, in_fp32.reduce_feedback) == (None, None, False)
+
+
+def test_sparse_attention_becomes_a_pattern():
+    section = {"mode": "fixed", "block": 16, "num_local_blocks": 4, "num_global_blocks": 1, "attention": "unidirectional"}
+    translation = translate({"sparse_attention": section})
+    expected = unwall.sparse.from_deepspeed(section)
+    assert torch.equal(translation.attention.blocks(32), expected.blocks(32))
+    assert became({"sparse_attention": section})["sparse_attention.mode"].outcome is Outcome.SCRIPT
+    assert "unwall.sparse.use" in became({"sparse_attention": section})["sparse_attention.mode"].became
+    assert translate({"sparse_attention": {"mode": "dense"}}).attention is None
+    with pytest.raises(PlanError, match="mode is one of"):
+        translate({"sparse_attention": {"mode": "spiral"}})
 
 
 # -- Plan.from_deepspeed --------------------------------------------------------------------------------------------------

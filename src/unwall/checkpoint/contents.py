@@ -87,7 +87,7 @@ def take_small(engine: Engine, names: Names, optimizer: ShardedOptimizer | None,
     small.tensors += [("buffer", name, _copied(buffer)) for name, buffer in names.buffers.items()]
     modules = {path: module.get_extra_state() for path, module in names.states.items()}
     small.trees = {
-        "rng": encode(read_generators(engine.device.device), "rng", keep),
+        "rng": encode({**read_generators(engine.device.device), "sums": engine.ranks.steps}, "rng", keep),
         "extra": encode(extra, "extra", keep),
         "modules": encode(modules, "modules", keep),
     }

@@ -204,6 +204,7 @@ def _restore(engine: Engine, prepared: _Prepared) -> None:
         apply_entry(prepared.manifest.optimizer, optimizer, names.of, prepared.small.__getitem__)
     if prepared.trees["rng"] is not None:
         write_generators(prepared.trees["rng"], engine.device.device)
+        engine.ranks.steps = prepared.trees["rng"].get("sums", 0)
 
 
 def _forget(engine: Engine) -> None:

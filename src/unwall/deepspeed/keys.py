@@ -92,6 +92,7 @@ _CHECKPOINTING = "activation_checkpointing"
 SECTIONS: dict[str, tuple[Outcome, str]] = {
     "scheduler": (Outcome.SCRIPT, "a torch.optim.lr_scheduler over the optimizer"),
     "compile": (Outcome.SCRIPT, "torch.compile on the model's modules"),
+    "sparse_attention": (Outcome.SCRIPT, "unwall.sparse.use(model, unwall.sparse.from_deepspeed(config['sparse_attention']))"),
     **dict.fromkeys(
         ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger"),
         (Outcome.SCRIPT, "your logging; unwall.stats(model) has bytes and stalls"),
@@ -101,7 +102,7 @@ SECTIONS: dict[str, tuple[Outcome, str]] = {
     **dict.fromkeys(
         (
             *("checkpoint", "nebula", "elasticity", "autotuning", "compression_training", "data_efficiency"),
-            *("curriculum_learning", "progressive_layer_drop", "eigenvalue", "quantize_training", "sparse_attention"),
+            *("curriculum_learning", "progressive_layer_drop", "eigenvalue", "quantize_training"),
         ),
         (Outcome.MISSING, "unwall has nothing of the kind"),
     ),
@@ -138,12 +139,14 @@ def _know_zero() -> None:
     _know(zero, "ignore_unused_parameters", _BOOL, missing, "a parameter without a gradient is skipped, never an error", True)
     checkpoint = "unwall does not read DeepSpeed's checkpoints"
     _know(zero, "elastic_checkpoint load_from_fp32_weights pipeline_loading_checkpoint", _BOOL, missing, checkpoint)
-    quantized = "collectives are not compressed"
-    _know(zero, "zero_quantized_weights zero_quantized_gradients", _BOOL, missing, quantized)
-    _know(zero, "zero_quantized_nontrainable_weights", _BOOL, missing, "frozen parameters are not quantized")
-    _know(f"{zero}.zeropp_loco_param", "err_beta reset_T", _NUMBER, missing, quantized, off=None)
+    _know(zero, "zero_quantized_weights zero_quantized_gradients", _BOOL, needless, "off")
+    kept = "frozen parameters travel as the others do (Plan.gather_dtype), and are kept as they are"
+    _know(zero, "zero_quantized_nontrainable_weights", _BOOL, missing, kept)
+    feedback = "Plan.reduce_feedback adds what rounding has left to the next gradient, all of it, and never forgets it"
+    _know(f"{zero}.zeropp_loco_param", "err_beta reset_T", _NUMBER, missing, feedback, off=None)
     whole = "states are cut over all data-parallel ranks, not over subgroups"
-    _know(zero, "zero_hpz_partition_size", _COUNT, missing, whole, off=1)
+    second = "there is no second copy of parameters in a node; a mesh with 'dp_replicate' over nodes cuts states in a node"
+    _know(zero, "zero_hpz_partition_size", _COUNT, missing, second, off=1)
     _know(zero, "mics_shard_size", _ANY, missing, whole, off=-1)
     _know(zero, "mics_hierarchical_params_gather", _BOOL, missing, whole)
 
@@ -216,7 +219,7 @@ def _know_rest() -> None:
     _know("aio", "use_gds", _BOOL, missing, "the disk is read through host memory")
     host = "unwall moves what its own checkpoints hold: Plan(activations='host'), without torch.utils.checkpoint in the model"
     _know(_CHECKPOINTING, "cpu_checkpointing", _BOOL, missing, host)
-    _know(_CHECKPOINTING, "partition_activations", _BOOL, missing, "there are no model-parallel ranks to cut activations over")
+    _know(_CHECKPOINTING, "partition_activations", _BOOL, missing, "over a mesh with 'tp': Plan(partition_activations=True)")
     model = "activations are checkpointed where the model calls torch.utils.checkpoint"
     _know(_CHECKPOINTING, "contiguous_memory_optimization synchronize_checkpoint_boundary", _BOOL, needless, model)
     _know(_CHECKPOINTING, "number_checkpoints", _COUNT, needless, model)

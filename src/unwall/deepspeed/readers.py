@@ -1,5 +1,6 @@
 """Readers of the keys that decide something together. Each says in the account what its keys became."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,42 @@ def read_reduction(account: Account) -> torch.dtype | None:
     return dtype
 
 
+def read_compression(account: Account, stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> dict[str, Any]:
+    """``gather_dtype``, ``reduce_dtype`` and ``reduce_feedback``: what ZeRO++ does on the way between ranks."""
+    fields: dict[str, Any] = {"reduce_dtype": reduce_dtype}
+    weights, gradients = (f"{ZERO_SECTION}.zero_quantized_{name}" for name in ("weights", "gradients"))
+    wide = "only what computes in bf16 or fp16 is compressed on its way"
+    if account.get(weights):
+        works = dtype is not torch.float32 and stage > 0
+        words = wide if stage > 0 else "stage 0 gathers no parameters"
+        account.say(weights, *((Outcome.PLAN, "Plan.gather_dtype='int8'") if works else (Outcome.MISSING, words)))
+        fields["gather_dtype"] = "int8" if works else None
+    if account.get(gradients) and dtype is torch.float32:
+        account.say(gradients, Outcome.MISSING, wide)
+    elif account.get(gradients):
+        words = "Plan.reduce_dtype='int4' ('int8' sends twice as much, with a sixteenth of the noise)"
+        account.say(gradients, Outcome.PLAN, words)
+        fields["reduce_dtype"] = "int4"
+        if account.under(f"{ZERO_SECTION}.zeropp_loco_param") and dtype is torch.bfloat16:
+            fields["reduce_feedback"] = True
+            account.notes.append("zeropp_loco_param: Plan.reduce_feedback=True, which is error feedback as well")
+    return fields
+
+
+def read_attention(account: Account, config: Any) -> Any:
+    """The pattern that the ``sparse_attention`` section asks for. None without one."""
+    if not isinstance(config, Mapping) or not config or config.get("mode") == "dense":
+        for path in account.under("sparse_attention"):
+            account.say(".".join(path), Outcome.NOT_NEEDED, "dense attention is what a model has")
+        return None
+    from unwall.sparse.patterns import from_deepspeed  # takes a while to import
+
+    try:
+        return from_deepspeed(config)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
 def read_loss_scale(account: Account, dtype: torch.dtype) -> None:
     if dtype is not torch.float16:
         for path in account.under("fp16"):
@@ -163,9 +200,17 @@ def read_optimizer(account: Account) -> None:
         account.say("optimizer.type", Outcome.OPTIMIZER, words)
     else:
         words = "neither in unwall nor in torch.optim; unwall.wrap takes any element-wise torch optimizer"
+        if name is not None and name.lower() in _ONE_BIT:
+            words = (
+                "needs the whole momentum on every rank, which stages 2 and 3 cut, and fixes the variance after a warm-up; "
+                "unwall.AdamW with Plan(reduce_dtype='int4') sends a quarter of bf16 and leaves Adam as it is"
+            )
         account.say("optimizer.type", Outcome.MISSING, words)
     for path in account.under("optimizer.params"):
         _say_argument(account, path, ours, theirs)
+
+
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def _in_torch(name: str | None) -> bool:

@@ -10,8 +10,10 @@ from typing import Any
 from unwall.deepspeed.account import Account, TranslatedKey, short
 from unwall.deepspeed.keys import Outcome
 from unwall.deepspeed.readers import (
+    read_attention,
     read_batch,
     read_clipping,
+    read_compression,
     read_loss_scale,
     read_optimizer,
     read_places,
@@ -34,6 +36,8 @@ class Translation:
     """One for each leaf of the configuration, in its order."""
     notes: tuple[str, ...]
     """What follows from keys that are not there, or from several together."""
+    attention: Any = None
+    """The pattern of the ``sparse_attention`` section, for ``unwall.sparse.use(model, pattern)``. None without one."""
 
     def to_do(self) -> list[str]:
         """What the plan does not carry, one line each: keys without a counterpart, unknown keys, what the script must do."""
@@ -69,13 +73,14 @@ def translate(config: Mapping[str, Any]) -> Translation:
     stage = read_stage(account)
     fields: dict[str, Any] = {"stage": stage, **read_places(account, stage)}
     dtype = fields["compute_dtype"] = read_precision(account)
-    fields["reduce_dtype"] = read_reduction(account)
+    fields |= read_compression(account, stage, dtype, read_reduction(account))
+    attention = read_attention(account, config.get("sparse_attention"))
     read_loss_scale(account, dtype)
     read_optimizer(account)
     read_clipping(account)
     read_batch(account)
     entries = tuple(account.entry(path) for path in account.leaves)
-    return Translation(Plan(**fields), entries, tuple(account.notes))
+    return Translation(Plan(**fields), entries, tuple(account.notes), attention)
 
 
 def plan_of(config: str | Path | Mapping[str, Any]) -> Plan:

@@ -139,6 +139,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip = None  # not before: a step that failed is tried again as it was
         for engine in self.engines():
             engine.steps += 1
+            engine.ranks.steps += 1
         for engine, index, slots in held:
             engine.version += 1
             engine.executor.invalidate(index)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from unwall.runtime.activation_room import ActivationRoom
 from unwall.runtime.auto import Auto
 from unwall.runtime.block_call import BlockCall
 from unwall.runtime.card import CountedCard, card_of
 from unwall.runtime.engine import Engine
+from unwall.runtime.partitioned import Partition
 from unwall.runtime.recompute import recompute_blocks, repeated_blocks
 from unwall.runtime.saved_on_disk import SavedOnDisk
 from unwall.runtime.saved_on_host import SavedOnHost
@@ -34,13 +36,21 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
     if kind == "auto":
         decide_by_measuring(engine, model)
     if kind in ("recompute", "host", "disk"):
-        found = recompute_blocks(model)
+        found = recompute_blocks(model, _how(engine))
         if kind == "recompute" and not found:
             _say_nothing_is_recomputed(model)
     if kind == "host":
         engine.forward.saved.layers.append(_mover(engine))
     if kind == "disk":
         engine.forward.saved.layers.append(_to_disk(engine))
+
+
+def _how(engine: Engine) -> Callable[..., Any]:
+    """How blocks are recomputed: by torch's checkpoint, or with parts of their inputs."""
+    ranks = [dimension.ranks for dimension in engine.others.tensor]
+    if not engine.plan.partition_activations or not ranks:
+        return checkpoint
+    return Partition(ranks[0]).checkpoint
 
 
 def decide_by_measuring(engine: Engine, model: nn.Module) -> None:

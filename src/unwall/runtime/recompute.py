@@ -13,10 +13,11 @@ from torch.utils import checkpoint as checkpoint_source
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 
-def recompute_blocks(model: nn.Module) -> list[str]:
+def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> list[str]:
     """Puts torch's checkpoint (the non-reentrant kind) around the repeated blocks. Returns their names.
 
     A transformers model switches its own on, which knows what to do with caches. One that checkpoints already is left alone.
+    ``how``: another function in the place of torch's.
     """
     blocks = list(repeated_blocks(model))
     if getattr(model, "is_gradient_checkpointing", False):
@@ -24,11 +25,14 @@ def recompute_blocks(model: nn.Module) -> list[str]:
     if getattr(model, "supports_gradient_checkpointing", False):
         enable: Callable[..., None] = model.gradient_checkpointing_enable  # type: ignore[assignment]
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules() if how is not checkpoint else ():
+            if "_gradient_checkpointing_func" in module.__dict__:
+                module.__dict__["_gradient_checkpointing_func"] = how
         return [name for name, _ in blocks]
     for _, block in blocks:
-        block.forward = _recomputed(block, block.forward)
+        block.forward = _recomputed(block, block.forward, how)
         if block._compiled_call_impl is not None:
-            block._compiled_call_impl = _recomputed(block, block._compiled_call_impl)
+            block._compiled_call_impl = _recomputed(block, block._compiled_call_impl, how)
     return [name for name, _ in blocks]
 
 
@@ -43,7 +47,7 @@ def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
             yield from repeated_blocks(child, path)
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(block: nn.Module, forward: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., Any]:
     """The same forward, whose activations are computed again in backward."""
     has_buffers = next(block.buffers(), None) is not None
     contexts = functools.partial(_contexts, block) if has_buffers else noop_context_fn
@@ -52,7 +56,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or inside_checkpoint():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return how(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return run
 

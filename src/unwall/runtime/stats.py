@@ -24,6 +24,8 @@ class CollectiveStats:
 
     elements: int
     """Elements of whole groups, padding included: Psi for every parameter once."""
+    bytes: int = 0
+    """What came from other ranks, in the form it travels in: of a whole group (N - 1) / N."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Stats:
         """The counters start anew."""
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
+        traffic = self._engine.ranks.traffic
+        traffic.gathered_bytes = traffic.reduced_bytes = 0
         executor.trace.mismatches = 0
         self._engine.ranks.control.exchanges = 0
         self._engine.speculation = Speculated()
@@ -89,8 +93,8 @@ def read_stats(engine: Engine) -> Stats:
         },
         links={meter.name: meter.read() for meter in _meters(engine) if meter.read().copies},
         collectives={
-            "all_gather": CollectiveStats(executor.gathered_elements),
-            "reduce_scatter": CollectiveStats(executor.reduced_elements),
+            "all_gather": CollectiveStats(executor.gathered_elements, engine.ranks.traffic.gathered_bytes),
+            "reduce_scatter": CollectiveStats(executor.reduced_elements, engine.ranks.traffic.reduced_bytes),
         },
         control_exchanges=engine.ranks.control.exchanges,
         trace_mismatches=executor.trace.mismatches,

@@ -158,10 +158,23 @@ def take_shown(engine: Engine, group: Group, slot: int, before: torch.Tensor | N
     with torch.no_grad():
         if value.data_ptr() != view.data_ptr() and not group.flat_is_home:
             view.copy_(rounded(value, group.layout.dtype))
+        shown = None if group.packed is None else _shown(group, slot, value)  # not what the master rounds to
         in_place = group.flat_is_home and group.has_state(REMAINDER) and value.data_ptr() == view.data_ptr()
-        _write_segments(group, slot, value, keep=not in_place or before is not None, before=before if in_place else None)
+        before = before if in_place else shown
+        _write_segments(group, slot, value, keep=not in_place or before is not None, before=before)
         if group.flat_is_home and value.data_ptr() != view.data_ptr():
             view.copy_(rounded(value, group.layout.dtype))
+
+
+def _shown(group: Group, slot: int, value: torch.Tensor) -> torch.Tensor:
+    """What the parameter showed before a pass has written to it, as far as this rank keeps it."""
+    assert group.packed is not None
+    run, before = group.packed.shown(group.own_param_for(write=False).to(value.device)), value.clone()
+    for segment in group.owned_segments():
+        if segment.slot == slot:
+            part = run[segment.shard_start : segment.shard_start + segment.numel]
+            before.view(-1)[segment.start : segment.start + segment.numel].copy_(part)
+    return before
 
 
 def show_again(engine: Engine, param: nn.Parameter) -> None:

@@ -23,6 +23,10 @@ class GroupBackend(Protocol):
     def residence(self) -> Residence: ...
 
     @property
+    def transit_bytes(self) -> int:
+        """Device memory that a fetch takes beside ``fetch_bytes`` until it has arrived."""
+
+    @property
     def fetch_bytes(self) -> int:
         """Device memory that a fetch takes. It does not change; 0: dropping the group gives nothing back."""
 

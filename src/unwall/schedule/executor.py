@@ -74,7 +74,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._limit = limit
 
     def _measure(self) -> None:
-        self._largest_fetch = max(group.fetch_bytes for group in self.groups)
+        self._largest_fetch = max(group.fetch_bytes + group.transit_bytes for group in self.groups)
         self._largest_reduce = max(gradient.reduce_bytes for gradient in self.gradients)
 
     def begin_pass(self, kind: Hashable) -> None:
@@ -229,14 +229,14 @@ class Executor(Generic[AnyGroup, AnyGradient]):
     def _make_resident(self, index: int) -> None:
         group = self.groups[index]
         if group.residence is Residence.ABSENT:
-            self.make_room_before(group.fetch_bytes)
+            self.make_room_before(group.fetch_bytes + group.transit_bytes)
             self.agreement.gather(index)
         if group.residence is Residence.ARRIVING:
             group.finish_gather()
 
     def _begin_gather(self, index: int) -> None:
         group = self.groups[index]
-        self.make_room(group.fetch_bytes, f"parameters of {group.name}")
+        self.make_room(group.fetch_bytes + group.transit_bytes, f"parameters of {group.name}")
         if group.fetch_bytes:
             self._fetched.add(index)
         group.begin_gather()
@@ -256,7 +256,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 return
             if group.updating:
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
-            if not self._drop_for(group.fetch_bytes, sooner_than=distance):
+            if not self._drop_for(group.fetch_bytes + group.transit_bytes, sooner_than=distance):
                 return
             self.agreement.gather(index)
 

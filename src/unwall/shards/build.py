@@ -9,6 +9,7 @@ from torch import nn
 
 from unwall.plans import Plan, PlanError
 from unwall.shards.collectives import Ranks
+from unwall.shards.compress import packed_bytes, travels_packed
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
 from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, note_calls, uncut
@@ -141,8 +142,10 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
     """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state. ``several``: its gradient
     may land in several parts even in one pass."""
     owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
-    grad_item = (plan.reduce_dtype or layout.dtype).itemsize
+    grad_item = (plan.sum_dtype or layout.dtype).itemsize
     reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
+    packs = world_size > 1 and travels_packed(layout.dtype)
+    exchanged = packed_bytes(layout.padded_numel, plan.reduce_bits) if packs and trainable and plan.reduce_bits else 0
     kept = layout.padded_numel if plan.stage < 2 else layout.shard_numel
     return Sizes(
         shard_bytes=owned * layout.dtype.itemsize,
@@ -150,12 +153,15 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
         state_bytes=owned * state_bytes,
         grad_bytes=kept * grad_item if trainable else 0,
         grad_flat_bytes=layout.padded_numel * grad_item if trainable else 0,
-        grad_part_bytes=reduced * grad_item if trainable and world_size > 1 else 0,
+        grad_part_bytes=reduced * grad_item + 2 * exchanged if trainable and world_size > 1 else 0,
         widening_bytes=owned * max(0, 4 - grad_item) if trainable else 0,
         whole=plan.stage < 3 or world_size == 1,
         trainable=trainable,
         own_numel=owned,
         sum_bytes=owned * max(4, grad_item) if trainable and (plan.passes > 1 or several) else 0,
+        transit_bytes=packed_bytes(layout.padded_numel, plan.gather_bits) if packs and plan.gather_bits else 0,
+        exchange_bytes=exchanged,
+        residual_bytes=layout.padded_numel * grad_item if packs and trainable and plan.reduce_feedback else 0,
     )
 
 
@@ -263,17 +269,19 @@ def _make_all(
             staging,
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
+            gather_bits=plan.gather_bits,
         )
         _fill(group, unit, values, taken)
         staging.close()
         if group.flat_is_home:
             group.attach()
         groups.append(group)
-        dtype = layout.dtype if not layout.dtype.is_floating_point else plan.reduce_dtype or layout.dtype
+        dtype = layout.dtype if not layout.dtype.is_floating_point else plan.sum_dtype or layout.dtype
         if layout.dtype is torch.float64:
             dtype = layout.dtype
         options = {"keep_flat": plan.stage < 2, "everywhere": plan.stage == 0, "mean": plan.reduce_op == "mean"}
-        gradients.append(Gradient(group, tiers, ranks, dtype, **options))
+        bits, feedback = plan.reduce_bits, plan.reduce_feedback
+        gradients.append(Gradient(group, tiers, ranks, dtype, bits=bits, feedback=feedback, **options))
 
 
 def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:

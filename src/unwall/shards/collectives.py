@@ -5,6 +5,8 @@ import contextlib
 import datetime
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,16 @@ from unwall.shards import default_hooks
 from unwall.shards.control import Control, all_gather_flat
 from unwall.shards.watch import Watch
 from unwall.tiers.meter import LinkMeter
+
+
+@dataclass
+class Traffic:
+    """What came from other ranks since the statistics were reset, in bytes, in the form it travels in."""
+
+    gathered_bytes: int = 0
+    """Parameters of groups."""
+    reduced_bytes: int = 0
+    """Gradients of groups."""
 
 
 class Ranks:
@@ -39,6 +51,9 @@ class Ranks:
         self.control = _control(group, self._backend, self.rank, self.size)
         self.started = 0
         """Collectives of data that were begun."""
+        self.traffic = Traffic()
+        self.steps = 0
+        """Steps of the optimizer since training began. What is random in sums (stochastic rounding) depends on it."""
         if not self._on_host:
             self.control.watch.stuck.add(self)
         _live.add(self)
@@ -66,11 +81,22 @@ class Ranks:
         """The same for host memory, whatever the ranks use for the device."""
         self.control.share(whole, shard, "the parameters of a model under construction")
 
-    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> "Collective":
-        """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``."""
+    def from_others(self, nbytes: int) -> int:
+        """What of ``nbytes`` that all ranks have in equal parts comes to this one."""
+        return nbytes // self.size * (self.size - 1)
+
+    def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
+        """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``. ``then`` is called when it
+        is there; so below."""
         with default_hooks.hidden():
             work = all_gather_flat(_as_bytes(whole), _as_bytes(shard), group=self._group, async_op=True)
-        return self._begun(work, (whole, shard), "all-gather")
+        return self._begun(work, (whole, shard), "all-gather", then)
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
+        """``received`` becomes the parts for this rank of every rank's ``sent``, in the order of the ranks."""
+        with default_hooks.hidden():
+            work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        return self._begun(work, (received, sent), "exchange", then)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Collective":
         """``shard`` becomes the sum over ranks of their ``whole``'s part for this rank."""

@@ -28,16 +28,18 @@ class Feigned:
         """A group's parameters. ``skip``: collectives of it that have begun already; so below."""
         group = self._groups[index]
         if group.gathers and not skip:
-            self._gather(group, group.layout.dtype)
+            part, whole, dtype = group.travels
+            self._gather(part, whole, dtype)
 
     def reduce(self, index: int, skip: int = 0) -> None:
         """A group's gradients."""
         layout, reducer = self._groups[index].layout, self._gradients[index].reducer
         if not skip:
-            whole, part = self._memory(layout.padded_numel, layout.shard_numel, reducer.dtype)
-            self._works.append(self._ranks.reduce_scatter(part, whole))
+            part_numel, whole_numel, dtype = reducer.travels
+            whole, part = self._memory(whole_numel, part_numel, dtype)
+            self._works.append(reducer.exchange(part, whole))
         if reducer.everywhere and skip < 2:
-            self._gather(self._groups[index], reducer.dtype)
+            self._gather(layout.shard_numel, layout.padded_numel, reducer.dtype)
 
     def end(self) -> None:
         """All ranks have come to all of them."""
@@ -46,8 +48,8 @@ class Feigned:
         self._works.clear()
         self._scratch = self._scratch.new_empty(0)
 
-    def _gather(self, group: Group, dtype: torch.dtype) -> None:
-        whole, part = self._memory(group.layout.padded_numel, group.layout.shard_numel, dtype)
+    def _gather(self, part_numel: int, whole_numel: int, dtype: torch.dtype) -> None:
+        whole, part = self._memory(whole_numel, part_numel, dtype)
         self._works.append(self._ranks.all_gather(whole, part))
 
     def _memory(self, whole: int, part: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -25,9 +25,11 @@ import torch
 from unwall.shards.accumulate import Accumulator
 from unwall.shards.away import OnDisk, OnHost
 from unwall.shards.collectives import Ranks
+from unwall.shards.compress import Codec, travels_packed
 from unwall.shards.group import Group
 from unwall.shards.landing import Holding, LandingPlace, OnDevice
 from unwall.shards.layout import Segment
+from unwall.shards.packed_reduce import PackedReducer
 from unwall.shards.reduce import Reducer, Reduction
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket, hold_back
@@ -47,7 +49,7 @@ class Gradient:
 
     ``keep_flat``: gradients are not cut (stages 0 and 1): the flat buffer stays, and the sum goes back into it.
     ``everywhere`` (stage 0): every rank ends with the whole sum, so that every rank updates everything.
-    ``mean``: the average over the ranks, otherwise their sum.
+    ``mean``: the average over the ranks, otherwise their sum. ``bits``, ``feedback``: see shards/packed_reduce.py.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Gradient:
         keep_flat: bool,
         everywhere: bool,
         mean: bool = True,
+        bits: int | None = None,
+        feedback: bool = False,
     ) -> None:
         self.group = group
         self.phase = Phase.IDLE
@@ -75,6 +79,9 @@ class Gradient:
         """Parameters whose gradients are still in the place, but not wanted any more."""
         self._own = Accumulator(group, tiers, dtype)
         self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
+        if bits is not None and ranks.size > 1 and travels_packed(dtype):
+            codec = Codec(bits, lambda: group.pool)
+            self._reducer = PackedReducer(group, tiers.device, ranks, dtype, everywhere, mean, codec=codec, feedback=feedback)
         self._reduction: Reduction | None = None
         """What is under way. None when IDLE."""
         self._before: set[int] | None = None
@@ -324,6 +331,7 @@ class Gradient:
         self.changed = False
         self._place.clear()
         self._own.clear()
+        self._reducer.forgotten()
 
 
 def _place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> LandingPlace:

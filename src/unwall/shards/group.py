@@ -21,9 +21,11 @@ from torch import nn
 from unwall.native.library import DiskError
 from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Collective, Ranks
+from unwall.shards.compress import Codec, travels_packed
 from unwall.shards.faces import Faces
 from unwall.shards.flat import FlatBuffer
 from unwall.shards.layout import Layout, Segment
+from unwall.shards.packed_gather import PackedGather
 from unwall.shards.placement import Home
 from unwall.shards.states import GROUP, StateKey, StateSpec
 from unwall.shards.store import Pending, Staging, Store
@@ -63,6 +65,7 @@ class Group:
         *,
         cut: bool,
         own_all: bool,
+        gather_bits: int | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -85,6 +88,7 @@ class Group:
         self.states: dict[StateKey, Store] = {}
         self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
         self._cut, self._own_all = cut, own_all
+        self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
         self.live_at(home)
         self._placeholder = _placeholder(layout.dtype, tiers.device.device)
         self.faces = Faces(self.params, layout)
@@ -107,6 +111,13 @@ class Group:
         self.flat_is_home = flat_is_home
         """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
         self._gathers = self._ranks.size > 1 and not (home.tier == "host" and self._own_all)
+        packs = self._gathers and not flat_is_home and self._gather_bits is not None
+        self.packed = self._packed_gather() if packs else None
+        """How parameters travel, where it is not as they are. See [Note: packed gathers] in shards/packed_gather.py."""
+
+    def _packed_gather(self) -> PackedGather:
+        codec, label = Codec(self._gather_bits or 8, lambda: self.pool), f"parameters of {self.name} on their way"
+        return PackedGather(codec, self._tiers.device, self.layout, self._ranks, label)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -125,6 +136,18 @@ class Group:
     def fetch_bytes(self) -> int:
         """Device memory that a fetch takes beyond what is held anyway."""
         return self.layout.flat_bytes if self.evictable else 0
+
+    @property
+    def transit_bytes(self) -> int:
+        """Device memory that a fetch takes beside that, and gives back when it has arrived."""
+        return 0 if self.packed is None else self.packed.nbytes
+
+    @property
+    def travels(self) -> tuple[int, int, torch.dtype]:
+        """What a gather exchanges: elements of a rank's part, of the whole, and their dtype."""
+        if self.packed is not None:
+            return self.packed.part_bytes, self.packed.nbytes, torch.uint8
+        return self.layout.shard_numel, self.layout.padded_numel, self.layout.dtype
 
     @property
     def gathered_numel(self) -> int:
@@ -173,7 +196,7 @@ class Group:
                 self.buffer.hold(self._copying)
             if self._gathers:
                 self._await_copy()  # the gather reads what is being copied
-                self._gathering = self._ranks.all_gather(self.flat, self._gather_source())
+                self._gathering = self._gather(self.flat)
                 self.buffer.hold(self._gathering)
 
     def serve_gather(self) -> None:
@@ -183,9 +206,16 @@ class Group:
             return
         if not self._gathers:
             return
-        scratch = torch.empty_like(self.flat)
         self._await_copy()
-        self._ranks.all_gather(scratch, self._gather_source()).wait()
+        self._gather(None).wait()
+
+    def _gather(self, into: torch.Tensor | None) -> Collective:
+        """Everybody's part, on its way ``into`` the flat buffer, or to nowhere."""
+        _, numel, dtype = self.travels
+        self._ranks.traffic.gathered_bytes += self._ranks.from_others(numel * dtype.itemsize)
+        if self.packed is not None:
+            return self.packed.begin(into, self._gather_source())
+        return self._ranks.all_gather(torch.empty_like(self.flat) if into is None else into, self._gather_source())
 
     def finish_gather(self) -> None:
         """ARRIVING to RESIDENT: the parameters become views of the filled buffer."""

@@ -48,6 +48,12 @@ class Sizes:
     """What the sum of several passes takes beside the gradient that landed last, on the host (0 where there is one pass)."""
     at_once_bytes: int = 0
     """The whole parameters of all groups that are read at once where a module of this one runs."""
+    transit_bytes: int = 0
+    """What the whole parameters take as they travel, where that is not their dtype."""
+    exchange_bytes: int = 0
+    """The same for the whole gradient. It is part of ``grad_part_bytes``, once as it is sent and once as it is received."""
+    residual_bytes: int = 0
+    """What is kept on the device of the gradient that rounding took from what was sent."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +90,8 @@ def device_bytes_of(sizes: Sizes, home: Home) -> int:
     """What a group holds on the device at most between passes: its gradient may have grown by adding up."""
     if home.tier == "device":
         held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
-        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes
-    return sizes.flat_bytes if home.resident else 0
+        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes + sizes.residual_bytes
+    return sizes.residual_bytes + (sizes.flat_bytes if home.resident else 0)
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -104,7 +110,8 @@ def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     """What comes and goes on the device: two groups gathered (where one ends and the next begins), two gradients, what they
-    are reduced to, and one gradient in both widths while it moves to fp32. Or, where that is more, what calls inside calls read
+    are reduced to, and one gradient in both widths while it moves to fp32. Packed parameters: of three groups, one that is
+    needed and two that are fetched ahead. Or, where that is more, what calls inside calls read
     at once, and one gradient. It is enough for every order of uses: see [Note: room] in schedule/executor.py."""
     moving = [
         size for size, home in zip(sizes, homes, strict=True) if not (size.whole if home.tier == "device" else home.resident)
@@ -115,7 +122,13 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     widening = max((size.widening_bytes for size in sizes), default=0)
     usual = sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2:])
     nested = max((size.at_once_bytes for size in moving), default=0) + sum(grads[-1:]) + sum(parts[-1:])
-    return max(usual, nested) + widening
+    transits = sorted(transit_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
+    return max(usual, nested) + widening + sum(transits[-3:])
+
+
+def transit_bytes_of(sizes: Sizes, home: Home) -> int:
+    """What a gather of the group takes on its way. See [Note: packed gathers] in shards/packed_gather.py."""
+    return 0 if home.params == "device" and sizes.whole else sizes.transit_bytes
 
 
 def least_device_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:

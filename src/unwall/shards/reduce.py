@@ -82,6 +82,18 @@ class Reducer:
         numel = layout.shard_numel + (layout.padded_numel if self.everywhere else 0)
         return 0 if self.ranks.size == 1 else numel * self.dtype.itemsize
 
+    @property
+    def travels(self) -> tuple[int, int, torch.dtype]:
+        """What ``exchange`` takes of either: elements and dtype."""
+        return self.group.layout.shard_numel, self.group.layout.padded_numel, self.dtype
+
+    def exchange(self, part: torch.Tensor, whole: torch.Tensor) -> Collective:
+        """The collective that a reduction begins with."""
+        return self.ranks.reduce_scatter(part, whole)
+
+    def forgotten(self) -> None:
+        """The gradients since the step were forgotten."""
+
     def begin(self, own: Accumulator | None) -> Reduction:
         """Sends what this rank has accumulated, whose memory belongs to the reduction from now on, or zeros.
 
@@ -117,7 +129,8 @@ class Reducer:
             sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
         reduction.divisor = 1 if halves or not self.mean else self.ranks.size
         try:
-            reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
+            reduction.work = self.exchange(incoming.view(self.dtype), sent.view(self.dtype))
+            self._count(sent.nbytes)
             if whole is not None:  # here, not when it is waited for: every rank must call collectives in the same order
                 self._gather(reduction, whole)
         except BaseException:
@@ -131,8 +144,12 @@ class Reducer:
     def _gather(self, reduction: Reduction, whole: MemoryBlock) -> None:
         """Waits for this rank's part and starts to gather all parts."""
         reduction.wait()
+        self._count(whole.nbytes)
         part, reduction.incoming = reduction.incoming, whole
         reduction.work, reduction.divisor = self.ranks.all_gather(whole.view(self.dtype), part.view(self.dtype)), 1
+
+    def _count(self, whole_bytes: int) -> None:
+        self.ranks.traffic.reduced_bytes += self.ranks.from_others(whole_bytes)
 
     def _allocate(self, numel: int, taken: list[MemoryBlock]) -> MemoryBlock:
         taken.append(self.device.allocate(numel * self.dtype.itemsize, f"gradients of {self.group.name}"))

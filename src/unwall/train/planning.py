@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unwall.planner.answer import answer, count, plan_fields
+from unwall.planner.answer import answer, plan_fields
 from unwall.planner.candidates import DEVICE_SHARE
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.hardware import Hardware
@@ -19,6 +19,7 @@ from unwall.planner.probe import Progress
 from unwall.planner.public import machine_of
 from unwall.planner.public import plan as choose
 from unwall.planner.read import read_dtype
+from unwall.planner.words import count
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import BudgetError, TierName
 from unwall.train.errors import TrainError
@@ -172,7 +173,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     if unknown := sorted(set(found) - known):
         raise TrainError(f"--plan {path}: {unknown[0]} is no field of a plan; there are {', '.join(sorted(known))}")
     for name in ("compute_dtype", "reduce_dtype"):
-        if isinstance(found.get(name), str):
+        if isinstance(found.get(name), str) and found[name] not in ("int8", "int4"):
             dtype: torch.dtype | None = read_dtype(found[name].removeprefix("torch."))
             found[name] = dtype
     if isinstance(found.get("disk"), list):

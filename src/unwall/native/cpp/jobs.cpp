@@ -111,6 +111,8 @@ uw_ticket guarded(uw_error* err, Function function) {
   }
 }
 
+}  // namespace
+
 // ---- AdamW --------------------------------------------------------------------------------------------------------
 
 bool check_adamw(const uw_adamw_args& args, uw_error* err) {
@@ -136,6 +138,8 @@ bool check_adamw(const uw_adamw_args& args, uw_error* err) {
   if (betas) return true;
   return refuse(err, make_error(EINVAL, "betas are %g and %g, expected 0 <= beta < 1", args.beta1, args.beta2));
 }
+
+namespace {
 
 struct Range {
   const char* name;
@@ -186,6 +190,8 @@ bool check_adamw_out(const uw_adamw_args& args, uw_error* err) {
   return true;
 }
 
+}  // namespace
+
 AdamWConstants constants_of(const uw_adamw_args& args) {
   double lr = args.lr, beta1 = args.beta1, beta2 = args.beta2;
   double step = static_cast<double>(args.step);
@@ -208,23 +214,29 @@ AdamWVariant variant_of(const uw_adamw_args& args) {
   return args.copy_dtype == UW_BF16 ? ADAMW_F32_COPY_BF16 : ADAMW_F32_COPY_F16;
 }
 
+AdamWSpan span_of(const uw_adamw_args& args, int64_t begin, int64_t count) {
+  int64_t param_bytes = args.master == UW_MASTER_SPLIT ? 2 : 4;
+  return {moved(args.param, begin * param_bytes),
+          moved(args.remainder, begin * 2),
+          moved(args.copy, begin * 2),
+          args.exp_avg + begin,
+          args.exp_avg_sq + begin,
+          moved(args.grad, begin * size_of(args.grad_dtype)),
+          moved(args.out_param, begin * param_bytes),
+          moved(args.out_remainder, begin * 2),
+          moved(args.out_exp_avg, begin * 4),
+          moved(args.out_exp_avg_sq, begin * 4),
+          count};
+}
+
+namespace {
+
 uw_ticket submit_adamw(uw_pool* pool, const uw_adamw_args& args, After after, uw_error* err) {
   const auto& table = args.out_param == nullptr ? kernels().adamw : kernels().adamw_out;
   auto kernel = table[args.grad_dtype][variant_of(args)];
   int64_t param_bytes = args.master == UW_MASTER_SPLIT ? 2 : 4;
-  auto body = [args, kernel, param_bytes, constants = constants_of(args)](int64_t begin, int64_t count) {
-    AdamWSpan span = {moved(args.param, begin * param_bytes),
-                      moved(args.remainder, begin * 2),
-                      moved(args.copy, begin * 2),
-                      args.exp_avg + begin,
-                      args.exp_avg_sq + begin,
-                      moved(args.grad, begin * size_of(args.grad_dtype)),
-                      moved(args.out_param, begin * param_bytes),
-                      moved(args.out_remainder, begin * 2),
-                      moved(args.out_exp_avg, begin * 4),
-                      moved(args.out_exp_avg_sq, begin * 4),
-                      count};
-    kernel(span, constants);
+  auto body = [args, kernel, constants = constants_of(args)](int64_t begin, int64_t count) {
+    kernel(span_of(args, begin, count), constants);
   };
   int64_t state_bytes = param_bytes + (args.remainder != nullptr ? 2 : 0) + 8;  // read and written
   int64_t traffic_bytes = 2 * state_bytes + size_of(args.grad_dtype) + (args.copy != nullptr ? 2 : 0);

@@ -58,6 +58,12 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 #endif
 
+// What a request for an update says; `check_adamw` writes `*err` and answers false where it makes no sense.
+bool check_adamw(const uw_adamw_args& args, uw_error* err);
+AdamWConstants constants_of(const uw_adamw_args& args);
+AdamWVariant variant_of(const uw_adamw_args& args);
+AdamWSpan span_of(const uw_adamw_args& args, int64_t begin, int64_t count);
+
 // The best table this processor can run, or the one that uw_isa_select chose.
 const Kernels& kernels();
 

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define UW_API __attribute__((visibility("default")))
-#define UW_ABI_VERSION 3
+#define UW_ABI_VERSION 5
 
 typedef uint64_t uw_ticket;
 
@@ -86,6 +86,17 @@ typedef struct uw_adamw_args {
 } uw_adamw_args;
 
 UW_API uw_ticket uw_adamw(uw_pool* pool, const uw_adamw_args* args, const uw_ticket* after, int32_t n_after, uw_error* err);
+// The same in place with a way back (journal_impl.hpp): `journal` has uw_journal_bytes(n) bytes, starts a line of 64, and was
+// zeroed once. Chunks with too many escapes are left as they are; uw_adamw_resolve knows of them.
+UW_API int64_t uw_journal_bytes(int64_t n);
+UW_API uw_ticket uw_adamw_journaled(uw_pool* pool, const uw_adamw_args* args, void* journal, const uw_ticket* after,
+                                    int32_t n_after, uw_error* err);
+// After a journaled update of the same `args` and the same gradients: every element gets its old bits back or, with `again`
+// (the same arrays, other numbers or the same ones), those of that update. A second call finds nothing to do.
+UW_API uw_ticket uw_adamw_resolve(uw_pool* pool, const uw_adamw_args* args, const uw_adamw_args* again, void* journal,
+                                  const uw_ticket* after, int32_t n_after, uw_error* err);
+// What the journal of `n` elements knows: elements that escaped, and elements that are left as they were.
+UW_API int uw_journal_read(const void* journal, int64_t n, int64_t* escaped, int64_t* owing);
 // *sum = sum of squares in double (finite elements and not alike), *nonfinite = how many elements are inf or NaN.
 // The order of additions depends on n alone: the same bits for any thread count and instruction set.
 UW_API uw_ticket uw_sum_squares(uw_pool* pool, const void* src, int32_t dtype, int64_t n, double* sum, int64_t* nonfinite,
@@ -103,6 +114,16 @@ UW_API uw_ticket uw_join(uw_pool* pool, float* dst, const void* half, const int1
                          const uw_ticket* after, int32_t n_after, uw_error* err);
 UW_API uw_ticket uw_copy(uw_pool* pool, void* dst, const void* src, int64_t bytes, const uw_ticket* after, int32_t n_after,
                          uw_error* err);
+// Blocks of 256 elements as small integers (`bits`: 8 or 4) with one float scale each, in `pieces` pieces of `n` elements (a
+// multiple of 256): in each first all scales, then all codes (quantise_impl.hpp). Rounds to nearest, or with noise made of
+// `seed` and an element's number. `residual` (or null) is added before, and gets what the rounding has left. Element by
+// element.
+UW_API uw_ticket uw_quantise(uw_pool* pool, void* packed, const void* src, void* residual, int32_t dtype, int64_t n,
+                             int32_t pieces, int32_t bits, int32_t stochastic, uint32_t seed, const uw_ticket* after,
+                             int32_t n_after, uw_error* err);
+// The inverse. `divisor` 0: all pieces, side by side. Otherwise their sum, in float and in their order, over `divisor`.
+UW_API uw_ticket uw_dequantise(uw_pool* pool, void* dst, const void* packed, int32_t dtype, int64_t n, int32_t pieces,
+                               int32_t bits, float divisor, const uw_ticket* after, int32_t n_after, uw_error* err);
 // Slows every job of the pool down to at most this many bytes per second of its traffic (0: full speed). For overlap tests.
 UW_API int uw_pool_throttle(uw_pool* pool, double bytes_per_second);
 

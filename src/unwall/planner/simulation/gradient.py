@@ -77,7 +77,8 @@ class SimulatedGradient:
         after = rank.compute(2 * size.grad_flat_bytes / rank.pace.device_memory_bytes_per_s)
         if not rank.alone:
             rank.ledger.reserve(size.grad_part_bytes, self._label)
-            seconds = rank.collective_s(size.grad_flat_bytes) * (2 if rank.job.plan.stage == 0 else 1)
+            seconds = rank.collective_s(size.exchange_bytes or size.grad_flat_bytes)
+            seconds += rank.collective_s(size.grad_flat_bytes) if rank.job.plan.stage == 0 else 0.0
             after = rank.submit(GATHER, seconds, [after], f"reduce {self.group.index}")
         if self.leaves:
             self.landing = self._land(after)

@@ -4,7 +4,7 @@ from unwall.planner.pace import DISK_READ, FETCH, GATHER
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
 from unwall.shards.group import Residence
-from unwall.shards.placement import RING_SLOT_BYTES
+from unwall.shards.placement import RING_SLOT_BYTES, transit_bytes_of
 
 
 class SimulatedGroup:
@@ -20,6 +20,7 @@ class SimulatedGroup:
         """Of its gradient, that are told apart: each is computed at another place of a pass."""
         flat_is_home = self.home.params == "device" and self.size.whole
         self.fetch_bytes = 0 if flat_is_home or self.home.resident else self.size.flat_bytes
+        self.transit_bytes = transit_bytes_of(self.size, self.home)
         self.updated_in_place = flat_is_home and (rank.alone or rank.job.plan.stage == 0)
         self.residence = Residence.RESIDENT if flat_is_home else Residence.ABSENT
         self.arrival: Task | None = None
@@ -31,9 +32,10 @@ class SimulatedGroup:
 
     def _fixed_bytes(self) -> int:
         """Device memory that is held all the time."""
+        kept = self.size.residual_bytes
         if self.home.tier == "device":
-            return (self.size.flat_bytes if self.size.whole else self.size.shard_bytes) + self.size.state_bytes
-        return self.size.flat_bytes if self.home.resident else 0
+            return kept + (self.size.flat_bytes if self.size.whole else self.size.shard_bytes) + self.size.state_bytes
+        return kept + (self.size.flat_bytes if self.home.resident else 0)
 
     @property
     def param_count(self) -> int:
@@ -54,7 +56,9 @@ class SimulatedGroup:
         if self.home.tier == "host":
             arrival = self._bring(arrival)
         if self._gathers:
-            arrival = rank.submit(GATHER, rank.collective_s(self.size.flat_bytes), [arrival], f"gather {self.index}")
+            moved_bytes = self.transit_bytes or self.size.flat_bytes
+            arrival = rank.submit(GATHER, rank.collective_s(moved_bytes), [arrival], f"gather {self.index}")
+            rank.ledger.reserve(self.transit_bytes, f"parameters of {self.name} on their way")
         self.arrival = arrival
         self.residence = Residence.ARRIVING
         rank.gathers += 1
@@ -74,9 +78,15 @@ class SimulatedGroup:
         """Ranks that are alike want a group at the same time: this one has it, so no other needs it."""
 
     def finish_gather(self) -> None:
+        self._arrived()
         self.residence = Residence.RESIDENT
 
+    def _arrived(self) -> None:
+        if self.residence is Residence.ARRIVING and self._gathers:
+            self._rank.ledger.release(self.transit_bytes)
+
     def drop(self) -> None:
+        self._arrived()
         self.residence = Residence.ABSENT
         self.arrival = None
         self._rank.ledger.release(self.fetch_bytes)
