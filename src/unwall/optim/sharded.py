@@ -22,6 +22,7 @@ from unwall.optim.param_states import ParamNumbers, ParamStates
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
+from unwall.optim.seen_states import seen_specs
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, owners
@@ -244,7 +245,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _tensor_names(self, param: nn.Parameter) -> list[str]:
         """The states that have an element for each of a parameter's."""
-        return list(dict.fromkeys(spec.name for _, group, _ in self.places(param) for spec in self.rule.specs(group)))
+        specs = (spec for _, group, _ in self.places(param) for spec in seen_specs(self.rule, group))
+        return list(dict.fromkeys(spec.name for spec in specs))
 
     def _numbers_of(self, param: nn.Parameter) -> dict[str, Any]:
         """What else is kept of a parameter."""
