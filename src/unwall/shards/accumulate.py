@@ -1,5 +1,6 @@
 """What autograd computes of a group's gradient on this rank, until the ranks add it up."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -26,6 +27,8 @@ class Accumulator:
         self._flat: MemoryBlock | None = None
         self._typed: torch.Tensor | None = None
         """The flat buffer in the dtype of the gradients."""
+        self._strides: dict[int, tuple[int, ...]] = {}
+        """By slot, of the parameter; none where it lies in several slots."""
         self._local: MemoryBlock | None = None
         self._local_slots: set[int] = set()
         """Parameters that have a part in the local sum."""
@@ -59,8 +62,11 @@ class Accumulator:
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) the slot's part of one parameter's gradient into the flat buffer."""
         place, flat = self._group.layout.slots[slot], self._filled()
-        if place.whole and grad.shape == place.shape:
-            target = flat.as_strided(grad.shape, place.strides, flat.storage_offset() + place.offset)
+        strides = self._strides.get(slot)
+        if strides is None:
+            strides = self._strides[slot] = _strides(place.shape) if place.whole else ()
+        if len(strides) == len(place.shape) and grad.shape == place.shape:
+            target = flat.as_strided(grad.shape, strides, flat.storage_offset() + place.offset)
         else:
             grad = grad if place.whole else place.range_of(grad.reshape(-1))
             target = flat[place.offset : place.end].view(grad.shape)
@@ -154,3 +160,8 @@ class Accumulator:
             self._tiers.device.free(self._local)
             self._local = None
         self._local_slots.clear()
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
