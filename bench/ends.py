@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from bench.paper import SEQ, Largest
-from unwall.planner.candidates import Allowance, Candidate, allowance_of, build, device_room, shortage
+from unwall.planner.candidates import KEPT, Allowance, Candidate, allowance_of, build, device_room, shortage
 from unwall.planner.choose import ChosenPlan, choose
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import Hardware, load
-from unwall.planner.job import Keeping, Workload
 from unwall.planner.outline import Outline, skeleton
+from unwall.planner.workload import Keeping, Workload
 
 _ON_DISK = {"params": "disk", "grads": "disk", "optimizer": "disk", "disk": "disk"}
 SYSTEMS: dict[str, tuple[dict[str, Any], Keeping]] = {
@@ -32,20 +32,22 @@ SCALING_SHAPE, SCALING_BATCH, SCALING_NODES = "128x25600x256", 5, (4, 8, 16, 32)
 
 
 @lru_cache(maxsize=64)
-def _outline(layers: int, hidden: int, tiles: int) -> Outline:
-    return skeleton(from_shape((layers, hidden)), tiles)
+def _outline(layers: int, hidden: int) -> Outline:
+    return skeleton(from_shape((layers, hidden)))
 
 
 def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int = 1) -> bool:
     """Whether our engine would hold this shape, one sample of 1024 tokens per device."""
     fields, kept = SYSTEMS[system]
     workload = Workload(batch=1, seq=SEQ, activations=kept)
-    place = Candidate(name=system, fields=fields, workload=workload, budgeted="disk" in fields or kept == "host")
+    place = Candidate(
+        name=system, fields=fields | {"tiles": tiles}, workload=workload, budgeted="disk" in fields or kept == "host"
+    )
     allowance: Allowance = allowance_of(hardware, directory="disk" if "disk" in fields else None)
-    outline = _outline(layers, hidden, tiles)
+    outline = _outline(layers, hidden)
     if device_room(place, outline, allowance) <= 0:
         return False
-    return shortage(build(place, outline, hardware.devices, allowance, torch.float16)[1], allowance) is None
+    return shortage(build(place, outline, hardware.devices, allowance, torch.float16, hardware)[1], allowance) is None
 
 
 def largest(system: str, hardware: Hardware, tiles: int = 1) -> Largest:
@@ -94,6 +96,6 @@ def scaling(machine: str = "dgx-2") -> list[ScalingPoint]:
     for nodes in SCALING_NODES:
         hardware = load(machine).with_nodes(nodes)
         batch = SCALING_BATCH * hardware.devices
-        plan = choose(outline, hardware, batch=batch, seq=SEQ, directory="disk", offload_activations=True)
+        plan = choose(outline, hardware, batch=batch, seq=SEQ, directory="disk", kept=(*KEPT, "host"))
         found.append(ScalingPoint(hardware.devices, plan))
     return found

@@ -97,10 +97,14 @@ def plan(
     clip: Annotated[bool, typer.Option(help="Gradients are clipped to a norm.")] = True,
     objective: Annotated[str, typer.Option(help="speed, or memory: the least on the device.")] = "speed",
     vocab: Annotated[int, typer.Option(help="With a shape: tokens of the vocabulary.")] = 0,
-    tiles: Annotated[int, typer.Option(help="With a config or a shape: tiles that the largest matrix is read in.")] = 1,
+    activations: Annotated[str | None, typer.Option(help="keep, auto, recompute or host. Default: the fastest.")] = None,
     offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Also look at activation checkpoints on the host.")
+        bool, typer.Option("--offload-activations", help="Inputs of blocks wait on the host: --activations host.")
     ] = False,
+    tiles: Annotated[int | None, typer.Option(help="Tiles that each weight is read in. Default: where it must be.")] = None,
+    sequence_tiles: Annotated[
+        int | None, typer.Option(help="Parts of the sequence that MLPs run in. Default: as needed.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw bytes per tier and seconds per resource to this .svg file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the sharding code for each rank, without memory.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Bytes by term, seconds by resource, what lost.")] = False,
@@ -111,18 +115,18 @@ def plan(
         _plan(
             model, gpus=gpus, nodes=nodes, hardware=hardware, batch=batch, seq=seq, device_bytes=device_bytes,
             host_bytes=host_bytes, disk_bytes=disk_bytes, disk=disk, dtype=dtype, clip=clip, objective=objective, vocab=vocab,
-            tiles=tiles, offload_activations=offload_activations, plot=plot, dry_run=dry_run, as_json=as_json,
-            verbose=verbose,
+            activations=activations, offload_activations=offload_activations, tiles=tiles, sequence_tiles=sequence_tiles,
+            plot=plot, dry_run=dry_run, as_json=as_json, verbose=verbose,
         )  # fmt: skip
 
 
 def _plan(
     model: str, *, gpus: int | None, nodes: int, hardware: str | None, dtype: str | None, plot: Path | None, dry_run: bool,
-    as_json: bool, verbose: bool, vocab: int, tiles: int, **options: Any,
+    as_json: bool, verbose: bool, vocab: int, **options: Any,
 ) -> None:  # fmt: skip
     from unwall.planner.choose import check_objective
     from unwall.planner.dryrun import dry_run as rehearse
-    from unwall.planner.public import machine_of
+    from unwall.planner.public import kept_of, machine_of
     from unwall.planner.public import plan as choose
     from unwall.planner.read import read_dtype, read_model
     from unwall.planner.report import dry_run_table, short, tables, to_dict
@@ -130,13 +134,14 @@ def _plan(
     if plot is not None and plot.suffix != ".svg":
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
     check_objective(options["objective"])  # before a large model is looked at
-    outline = read_model(model, vocab, tiles)
+    kept_of(options["activations"], options["offload_activations"])
+    outline = read_model(model, vocab)
     with _progress() as told:
         machine, ranks = machine_of(hardware, None, options["disk"], told)
     if hardware is not None or gpus is not None or nodes != 1:
         machine = machine.with_nodes(nodes, gpus)
         ranks = machine.devices
-    found = choose(outline, hardware=machine, ranks=ranks, compute_dtype=read_dtype(dtype), **options)
+    found = choose(outline, hardware=machine, ranks=ranks, compute_dtype=read_dtype(dtype), compare=verbose, **options)
     checked = rehearse(outline, found) if dry_run else None
     if plot is not None:
         from unwall.planner.draw import plan_picture

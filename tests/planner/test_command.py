@@ -143,6 +143,9 @@ def test_a_dry_run_is_printed():
         (["24x2048", "--nodes", "-1"], "nodes must be a whole number greater than zero"),
         (["24x2048", "--vocab", "-1"], "vocab must not be negative"),
         (["24x2048", "--tiles", "0"], "tiles must be at least 1"),
+        (["24x2048", "--sequence-tiles", "-1"], "sequence_tiles must be at least 1"),
+        (["24x2048", "--activations", "burn"], "activations is keep, auto, recompute or host, got 'burn'"),
+        (["24x2048", "--activations", "keep", "--offload-activations"], "offload_activations is activations='host'"),
         (["24x2048", "--hardware", "abacus"], "no machine is called 'abacus'"),
         (["24x2048", "--hardware", "missing.json"], "missing.json: cannot be read"),
         (["24x2048", "--device-bytes", "-5GiB"], "device_bytes: cannot read '-5GiB'"),
@@ -243,14 +246,29 @@ def test_70b_in_seconds(tmp_path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 8
 
 
-def test_tiles_are_named_where_they_help():
-    asked = ("plan", "1x8192", "--hardware", "pc-4090", "--device-bytes", "1GiB", "--seq", "128")
+def test_weights_are_cut_where_they_must_be_and_where_one_says_so():
+    asked = ("plan", "1x4096", "--hardware", "pc-4090", "--device-bytes", "260MiB", "--seq", "128")
     found = run(*asked)
-    assert found.exit_code == 1, found.output
-    told = re.search(r"the largest matrices in (\d+) tiles", found.output)
-    assert told, found.output
+    assert found.exit_code == 0, found.output
+    assert "; weights in up to 8 tiles" in found.output.splitlines()[0]
+    assert "tiles=" not in found.output.splitlines()[1]  # shard cuts them by itself
+    whole = run(*asked, "--tiles", "1")
+    assert whole.exit_code == 1
+    told = re.search(r"all weights in (\d+) tiles", whole.output)
     again = run(*asked, "--tiles", told[1])
-    assert again.exit_code == 0, again.output
+    assert f", tiles={told[1]})" in again.output.splitlines()[1]
+
+
+def test_activations_are_what_one_asks_for():
+    asked = ("plan", "4x512", "--hardware", "pc-4090", "--batch", "2")
+    for more, said in ((["--offload-activations"], "host"), (["--activations", "recompute"], "recompute"), ([], "keep")):
+        found = run(*asked, *more)
+        assert f"activations='{said}'" in found.output.splitlines()[1]
+    assert "; activations recomputed (kept they take " in run(*asked, "--activations", "recompute").output.splitlines()[0]
+    shown = run(*asked, "--verbose").output
+    for word in ("activations, with this placement", "decided by block", "recomputed from the host"):
+        assert word in shown
+    assert "sequence_tiles=4" in run(*asked, "--sequence-tiles", "4").output.splitlines()[1]
 
 
 def test_measuring_is_announced_where_it_happens(capfd):

@@ -193,9 +193,15 @@ def test_a_module_on_the_meta_device(tied):
 
 
 def test_blocks_that_differ_are_parts_of_their_own():
+    class Layer(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.inner = nn.Linear(8, rows)
+
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    assert [(part.count, part.numel) for part in from_module(model).parts] == [(2, 72), (1, 18)]
+        model = nn.Sequential(Layer(8), Layer(8), nn.ReLU(), Layer(2), nn.Linear(2, 2))
+    found = from_module(model).parts
+    assert [(part.count, part.numel, part.is_block) for part in found] == [(2, 72, True), (1, 18, True), (1, 6, False)]
 
 
 def test_a_module_with_experts_in_one_parameter():

@@ -15,6 +15,7 @@ from unwall.planner.outline import skeleton
 from unwall.shards.build import plan_groups, sizes_of
 from unwall.shards.placement import DISK as DISK_HOME
 from unwall.shards.placement import disk_bytes_of
+from unwall.shards.tiles import forced
 
 DISK = {"params": "disk", "grads": "disk", "optimizer": "disk", "disk": "/fast"}
 
@@ -60,13 +61,15 @@ def test_1t_on_one_dgx2():
 def test_32t_on_32_dgx2():
     """All of it as sizes, and a slice of it sharded (all of it takes 20 s: docs/planner.md)."""
     plan = ChosenPlan(ranks=512, compute_dtype=torch.float16, **DISK)
-    planned = plan_groups(skeleton(from_shape("398x81920"), tiles=9).module, plan, 512)
+    plan = dataclasses.replace(plan, tiles=9)
+    module = skeleton(from_shape("398x81920")).module
+    planned = plan_groups(module, plan, 512, forced(module, plan))
     held = sum(disk_bytes_of(size, DISK_HOME) for size in sizes_of(planned, plan, 512))
     params = 12 * 398 * 81920**2
     assert params > 32e12
     assert held == pytest.approx(18 * params / 512, rel=1e-3)  # 14, and the gradient, which may grow to fp32
     assert held < load("dgx-2").disk_bytes / 16
-    found = dryrun.dry_run(skeleton(from_shape("8x81920"), tiles=9), plan)
+    found = dryrun.dry_run(skeleton(from_shape("8x81920")), plan)
     assert found.tried == (0, 256, 511)
     assert found.bytes_held["disk"] == pytest.approx(14 * found.params / 512, rel=1e-3)
 

@@ -9,6 +9,7 @@ from unwall.planner.description import Description, from_shape
 from unwall.planner.outline import outline_of, passes_of, skeleton
 from unwall.plans import Plan
 from unwall.shards.build import plan_groups
+from unwall.shards.tiles import forced
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -22,25 +23,25 @@ CONFIGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", [1, 3])
+@pytest.mark.parametrize("tiles", [None, 3])
 @pytest.mark.parametrize("name", [*CONFIGS, "shape"])
 def test_a_skeleton_has_the_parameters_and_flops_of_its_description(name, tiles):
     described: Description = from_shape("4x256x2", vocab=100) if name == "shape" else from_config(CONFIGS[name])
-    outline = skeleton(described, tiles)
+    outline, plan = skeleton(described), Plan(tiles=tiles)
     assert sum(param.numel() for param in outline.module.parameters()) == described.params
     assert all(param.is_meta for param in outline.module.parameters())
-    stretches = outline.stretches([unit for unit, _ in plan_groups(outline.module, Plan(), 2)])
+    units = [unit for unit, _ in plan_groups(outline.module, plan, 2, forced(outline.module, plan))]
+    stretches = outline.stretches(units)
     assert sum(stretch.flops(2, 64) for stretch in stretches) * 3 == pytest.approx(described.flops(2, 64))
-    largest = max(param.numel() for param in outline.module.parameters())
-    if tiles == 1:
-        assert largest == described.largest_numel
+    assert max(param.numel() for param in outline.module.parameters()) == described.largest_numel
+    assert any(unit.is_part for unit in units) == (tiles is not None)
 
 
-def test_tiles_cut_the_largest_matrix_and_no_piece_is_larger():
-    whole, cut = (skeleton(from_shape("2x128"), tiles) for tiles in (1, 4))
-    sizes = [param.numel() for param in cut.module.parameters()]
-    assert max(sizes) == 4 * 128**2 // 4
-    assert sum(sizes) == sum(param.numel() for param in whole.module.parameters())
+def test_tiles_cut_every_matrix_of_a_skeleton():
+    outline, plan = skeleton(from_shape("2x128", vocab=64)), Plan(tiles=4)
+    tiles = [unit for unit, _ in plan_groups(outline.module, plan, 1, forced(outline.module, plan)) if unit.is_part]
+    assert len(tiles) == 4 * (2 * 4 + 2)  # four matrices per layer, the table and the head
+    assert sum(unit.nbytes for unit in tiles) == 2 * outline.description.params
 
 
 def test_a_module_s_operators_add_up_to_its_description():
@@ -64,7 +65,7 @@ def test_a_tied_head_reads_the_embedding_again():
 def test_backward_goes_block_by_block_and_recomputes_right_before():
     outline = decoder(layers=2)
     stretches = outline.stretches([unit for unit, _ in plan_groups(outline.module, Plan(), 1)])
-    order = passes_of(stretches, recompute=True)
+    order = passes_of(stretches, lambda block: block is not None)
     forward = [index for index, what in order if what == "forward"]
     backward = [index for index, what in order if what == "backward"]
     assert forward == list(range(len(stretches)))
@@ -75,4 +76,4 @@ def test_backward_goes_block_by_block_and_recomputes_right_before():
         *((index, "again") for index in inside),
         *((index, "backward") for index in reversed(inside)),
     ]
-    assert [what for _, what in passes_of(stretches, recompute=False)].count("again") == 0
+    assert [what for _, what in passes_of(stretches, lambda block: False)].count("again") == 0

@@ -1,5 +1,6 @@
 """The plans worth looking at, and what each would need. Pure decisions over a machine and a batch."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import torch
 
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Job, Keeping, Workload, activation_bytes, make_job
+from unwall.planner.job import Job, activation_bytes, make_job
 from unwall.planner.memory import ACTIVATIONS, IGNORED, Terms, terms_of
 from unwall.planner.outline import Outline
+from unwall.planner.pace import pace_of
+from unwall.planner.workload import Keeping, Workload
 from unwall.plans import Plan
 from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.ledger import TierName
@@ -17,6 +20,9 @@ from unwall.tiers.sizes import format_bytes, readable_bytes
 
 DEVICE_SHARE = 0.92
 """The share of a device's memory that a plan may count on: the rest is the runtime's, and lost between blocks."""
+
+KEPT: tuple[Keeping, ...] = ("keep", "auto", "recompute")
+"""What is tried for activations where nobody says. ``"auto"`` also moves inputs of blocks to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +93,12 @@ def allowance_of(
     )
 
 
-def workloads(per_rank: int, seq: int, clip: bool, kept: Sequence[Keeping]) -> Iterator[Workload]:
-    """Ways to compute ``per_rank`` samples: in one pass or several, activations kept or recomputed."""
+def workloads(per_rank: int, whole: Workload, kept: Sequence[Keeping]) -> Iterator[Workload]:
+    """Ways to compute ``per_rank`` samples: in one pass or several, activations kept or not. ``whole`` says the rest."""
     sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
     for activations in kept:
         for size in sizes:
-            yield Workload(batch=size, seq=seq, passes=per_rank // size, activations=activations, clip=clip)
+            yield dataclasses.replace(whole, batch=size, passes=per_rank // size, activations=activations)
 
 
 def placements(ranks: int, allowance: Allowance) -> Iterator[tuple[str, dict[str, Any], bool]]:
@@ -123,27 +129,31 @@ def _stage(stage: int, ranks: int) -> str:
 
 
 def candidates(
-    ranks: int, per_rank: int, seq: int, clip: bool, allowance: Allowance, kept: Sequence[Keeping] = ("keep", "recompute")
+    ranks: int, per_rank: int, whole: Workload, allowance: Allowance, kept: Sequence[Keeping] = KEPT, tiles: int | None = None
 ) -> Iterator[Candidate]:
-    """Everything worth a look."""
+    """Everything worth a look. ``tiles``: as in ``Plan``."""
+    more = {} if tiles is None else {"tiles": tiles}
     for order, (name, fields, budgeted) in enumerate(placements(ranks, allowance)):
-        for load in workloads(per_rank, seq, clip, kept):
-            yield Candidate(name=name, fields=fields, workload=load, budgeted=budgeted, order=order)
+        for load in workloads(per_rank, whole, kept):
+            yield Candidate(name=name, fields=fields | more, workload=load, budgeted=budgeted, order=order)
 
 
-def build(candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> tuple[Job, Terms]:
+def build(
+    candidate: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype, hardware: Hardware
+) -> tuple[Job, Terms]:
     """The candidate on the model, with the budgets that it is judged by. It need not fit: see :func:`shortage`."""
-    job, terms = _build(candidate, outline, ranks, allowance, dtype, readable_bytes)
-    device = _states_on_device(terms)
+    job, terms = _build(candidate, outline, ranks, allowance, dtype, hardware, readable_bytes)
+    device = _budgeted_on_device(job, terms)
     missed = device > (job.plan.budget_device_bytes or 0) or sum(terms["host"].values()) > (job.plan.budget_host_bytes or 0)
     if missed and shortage(terms, allowance) is None:  # by the rounding alone
-        return _build(candidate, outline, ranks, allowance, dtype, int)
+        return _build(candidate, outline, ranks, allowance, dtype, hardware, int)
     return job, terms
 
 
-def _states_on_device(terms: Terms) -> int:
-    """What ``device_bytes`` of a plan is about whose ``activations`` are decided."""
-    return sum(nbytes for name, nbytes in terms["device"].items() if name not in (ACTIVATIONS, IGNORED))
+def _budgeted_on_device(job: Job, terms: Terms) -> int:
+    """What ``device_bytes`` of a plan is about: states and, where that is left to the engine, activations."""
+    beside = (IGNORED,) if job.plan.activations == "auto" else (ACTIVATIONS, IGNORED)
+    return sum(nbytes for name, nbytes in terms["device"].items() if name not in beside)
 
 
 def _build(
@@ -152,15 +162,23 @@ def _build(
     ranks: int,
     allowance: Allowance,
     dtype: torch.dtype,
+    hardware: Hardware,
     rounded: Callable[[int], int],
 ) -> tuple[Job, Terms]:
     """``rounded``: what budgets are written as."""
-    spare, load = device_room(candidate, outline, allowance), candidate.workload
+    load = candidate.workload
+    if load.activations == "auto":
+        spare, host = _there(allowance) - outline.ignored_bytes, allowance.host_bytes
+    else:
+        spare, host = device_room(candidate, outline, allowance), host_room(candidate, outline, allowance)
     fields = {**candidate.fields, "device_bytes": rounded(max(1, spare)), "host_bytes": rounded(allowance.host_bytes)}
     if "disk" in fields:
         fields["disk_bytes"] = rounded(allowance.disk_bytes)
+    if load.sequence_tiles > 1:
+        fields["sequence_tiles"] = load.sequence_tiles
     plan = Plan(compute_dtype=dtype, activations=load.activations, passes=load.passes, ignore=outline.ignore, **fields)
-    job = make_job(outline, plan, ranks, load, spare, host_room(candidate, outline, allowance))
+    room = plan.budget_device_bytes if load.activations == "auto" else spare
+    job = make_job(outline, plan, ranks, load, room, host, pace_of(hardware, dtype))
     return job, terms_of(job)
 
 
@@ -169,11 +187,17 @@ def host_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> i
     return max(0, allowance.host_bytes - activation_bytes(outline, candidate.workload)[1])
 
 
-def device_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> int:
-    """What activations leave for states; less than nothing where they alone are too much."""
-    taken, _ = activation_bytes(outline, candidate.workload)
+def _there(allowance: Allowance) -> int:
+    """Of the device."""
     there, given = allowance.device_bytes, allowance.device_budget_bytes
-    return (there if given is None else min(there, given)) - taken - outline.ignored_bytes
+    return there if given is None else min(there, given)
+
+
+def device_room(candidate: Candidate, outline: Outline, allowance: Allowance) -> int:
+    """What activations leave for states, as few of them as possible where that is left to the engine; less than nothing where
+    they alone are too much."""
+    taken, _ = activation_bytes(outline, candidate.workload)
+    return _there(allowance) - taken - outline.ignored_bytes
 
 
 def shortage(terms: Terms, allowance: Allowance) -> Short | None:

@@ -6,24 +6,42 @@ from typing import Any, Literal
 
 import torch
 
-from unwall.planner.candidates import Allowance, Candidate, Short, allowance_of, build, candidates, device_room, shortage
+from unwall.planner.activations import Activations
+from unwall.planner.candidates import KEPT, Allowance, Candidate, Short, allowance_of, build, candidates, device_room, shortage
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Keeping, Workload
+from unwall.planner.job import activation_bytes
+from unwall.planner.mesh_cost import MeshCost
 from unwall.planner.outline import Outline
 from unwall.planner.pace import dtype_name
 from unwall.planner.predict import Prediction
 from unwall.planner.search import Search, Tried, Verdict
+from unwall.planner.workload import Keeping, Workload
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import format_bytes
 
 Objective = Literal["speed", "memory"]
+_KEPT_WORDS = {"keep": "kept", "auto": "as few as possible", "recompute": "recomputed", "host": "with their inputs on the host"}
 AS_FAST = 1.01
 """Two predictions that differ by less are the same."""
 
 
 class DoesNotFitError(PlanError):
     """Nothing fits. Says what is missing and what would do."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one choice for activations takes, all else alike."""
+
+    activations: Keeping
+    device_bytes: int
+    """Of activations alone, as are the next."""
+    host_bytes: int
+    step_s: float | None
+    """As simulated; None where it does not fit, or nobody asked."""
+    reason: str = ""
+    """Why it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +60,14 @@ class ChosenPlan(Plan):
     workload: Workload = field(default_factory=Workload, compare=False)
     """Samples of one pass, passes before a step, and whether to recompute: the caller's loop does that."""
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
+    kept: Activations | None = field(default=None, compare=False, repr=False)
+    """What becomes of activations."""
+    kept_otherwise: tuple[Kept, ...] = field(default=(), compare=False, repr=False)
+    """What each choice for activations would take, with the same placement."""
+    weight_tiles: int = field(default=1, compare=False)
+    """Into how many tiles the weight that is cut most is cut."""
+    meshes: tuple[MeshCost, ...] = field(default=(), compare=False, repr=False)
+    """With several ranks: ZeRO alone, and mixes with tensor and pipeline parallelism, the best first."""
     runners_up: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
     advice: tuple[str, ...] = field(default=(), compare=False)
 
@@ -69,27 +95,36 @@ def choose(
     directory: str | None = None,
     compute_dtype: torch.dtype | None = None,
     objective: Objective = "speed",
-    offload_activations: bool = False,
+    kept: tuple[Keeping, ...] = KEPT,
+    tiles: int | None = None,
+    sequence_tiles: int | None = None,
+    compare: bool = False,
 ) -> ChosenPlan:
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
-    ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``. ``offload_activations``: also look
-    at plans that keep activation checkpoints on the host.
+    ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``, and so are ``tiles`` and
+    ``sequence_tiles``; None of the latter: only where activations of one sample do not fit otherwise. ``kept``: what may become
+    of activations. ``compare``: each of those is predicted for the placement that was chosen.
     """
     check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
-    dtype = _dtype(hardware, compute_dtype)
+    dtype = dtype_of(hardware, compute_dtype)
     if ranks > 1 and not hardware.ceilings(dtype_name(dtype)).collective_bytes_per_s:
         raise PlanError(f"{ranks} ranks, but {hardware.name} says nothing about what lies between them: collective_bytes_per_s")
     allowance = allowance_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
-    kept: tuple[Keeping, ...] = ("keep", "recompute", "host") if offload_activations else ("keep", "recompute")
-    listed = list(candidates(ranks, per_rank, seq, clip, allowance, kept))
-    search = Search(outline, hardware, ranks, allowance, dtype)
-    search.run(listed, stop_early=objective == "speed")
+    smallest: list[Candidate] = []
+    for cut in _cuts(outline, sequence_tiles):
+        whole = Workload(seq=seq, clip=clip, sequence_tiles=cut, item_bytes=dtype.itemsize)
+        listed = list(candidates(ranks, per_rank, whole, allowance, kept, tiles))
+        search = Search(outline, hardware, ranks, allowance, dtype)
+        search.run(listed, stop_early=objective == "speed")
+        smallest.append(listed[-1])
+        if search.tried or (cut == 1 and not search.starved):
+            break
     tried, lost = search.tried, list(search.lost.values())
     if not tried:
-        raise DoesNotFitError(_nothing_fits(outline, hardware, ranks, allowance, dtype, listed[-1].workload))
+        raise DoesNotFitError(_nothing_fits(outline, hardware, ranks, allowance, dtype, smallest[0]))
     best = _best(tried, objective)
     for found in tried:
         if found is not best:
@@ -104,7 +139,28 @@ def choose(
         **plan, name=best.candidate.name, model=outline.description.name,
         model_params=outline.description.params, rooms=_rooms(hardware, allowance), machine=hardware.name, ranks=ranks,
         workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost), advice=tuple(_advice(best)),
+        kept=best.job.activations, kept_otherwise=_otherwise(search, best, kept, compare), weight_tiles=best.job.tiles,
     )  # fmt: skip
+
+
+def _cuts(outline: Outline, given: int | None) -> tuple[int, ...]:
+    """In how many sequence tiles MLPs may run."""
+    inside = any(part.inside_numel for part in outline.description.parts)
+    return (given,) if given is not None else (1, 2, 4, 8, 16, 32, 64) if inside else (1,)
+
+
+def _otherwise(search: Search, best: Tried, kept: tuple[Keeping, ...], compare: bool) -> tuple[Kept, ...]:
+    """What each way to treat activations takes with the placement that was chosen."""
+    found = []
+    for each in (*kept, *(("host",) if compare and "host" not in kept else ())):
+        place = dataclasses.replace(best.candidate, workload=dataclasses.replace(best.candidate.workload, activations=each))
+        tried = [other for other in search.tried if other.candidate == place]
+        made = tried[0] if tried else search.look(place) if compare else ""
+        if isinstance(made, Tried):
+            found.append(Kept(each, *made.job.activation_bytes(), made.prediction.step_s))
+        else:
+            found.append(Kept(each, *activation_bytes(search.outline, place.workload), None, made))
+    return tuple(found)
 
 
 def check_objective(objective: str) -> None:
@@ -124,7 +180,8 @@ def _per_rank(batch: int | None, ranks: int) -> int:
     return batch // ranks
 
 
-def _dtype(hardware: Hardware, asked: torch.dtype | None) -> torch.dtype:
+def dtype_of(hardware: Hardware, asked: torch.dtype | None) -> torch.dtype:
+    """What forward and backward compute in: what is asked for, or the fastest that the machine has."""
     if asked is not None:
         hardware.flops_per_s(dtype_name(asked))
         return asked
@@ -168,22 +225,25 @@ def _advice(best: Tried) -> list[str]:
 
 
 def _nothing_fits(
-    outline: Outline, hardware: Hardware, ranks: int, allowance: Allowance, dtype: torch.dtype, smallest: Workload
+    outline: Outline, hardware: Hardware, ranks: int, allowance: Allowance, dtype: torch.dtype, last: Candidate
 ) -> str:
     from unwall.planner.remedies import remedies
 
     # Everything on the slowest tier there is asks least of the device, and leaves nothing to place group by group.
     lowest = "disk" if allowance.directory is not None and allowance.disk_bytes else "host"
     fields: dict[str, Any] = {"stage": 3, "params": lowest, "optimizer": lowest}
+    fields |= {name: value for name, value in last.fields.items() if name == "tiles"}
     if lowest == "disk":
         fields |= {"grads": "disk", "disk": allowance.directory}
+    smallest = last.workload
     place = Candidate(name="smallest", fields=fields, workload=smallest, budgeted=True)
     lacks: list[str] = []
     spare = device_room(place, outline, allowance)
     if spare <= 0:
-        lacks.append(f"activations of one sample of {smallest.seq} tokens, recomputed, leave no room on the device")
+        how = _KEPT_WORDS[smallest.activations]
+        lacks.append(f"activations of one sample of {smallest.seq} tokens, {how}, leave no room on the device")
     else:
-        lack: Short | None = shortage(build(place, outline, ranks, allowance, dtype)[1], allowance)
+        lack: Short | None = shortage(build(place, outline, ranks, allowance, dtype, hardware)[1], allowance)
         lacks.append(str(lack) if lack is not None else "what is in use at once does not fit the device")
     helps = remedies(place, outline, hardware, ranks, allowance, dtype)
     listed = "; ".join(helps) if helps else "nothing that was looked for (more memory, more ranks, a disk, shorter samples)"

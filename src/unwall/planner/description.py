@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from unwall.planner.formulas import HALF_BYTES
+from unwall.runtime.sequence_tiles import candidates as token_wise
 
 
 class DescriptionError(ValueError):
@@ -53,6 +54,10 @@ class Part:
     """Elements per token that enter the part: what an activation checkpoint holds."""
     token_numel: int = 0
     """Elements per token that stay for backward."""
+    inside_numel: int = 0
+    """Those of them that lie inside an MLP: with sequence tiles they are computed again, tile by tile."""
+    inside_active_numel: int = 0
+    """Elements of matrices of those MLPs that each token passes."""
     pair_numel: int = 0
     """Elements for each pair of tokens of a sample that stay for backward: attention scores, unless attention is fused."""
     pair_flops: int = 0
@@ -158,8 +163,9 @@ def from_shape(shape: str | tuple[int, int], heads: int | None = None, vocab: in
 def from_module(module: nn.Module, name: str | None = None) -> Description:
     """Reads shapes only: build the model under ``torch.device("meta")`` and it takes no memory.
 
-    Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` containers. See [Note: what a matrix costs]; what
-    shapes do not show is not counted: the pairs of attention, and that a convolution uses its weight at many places.
+    Blocks are the children of the outermost ``ModuleList`` and ``Sequential`` containers that have children themselves. See
+    [Note: what a matrix costs]; what shapes do not show is not counted: the pairs of attention, and that a convolution uses its
+    weight at many places.
     """
     share = chosen_share(module)
     found: list[tuple[str, bool, Part]] = []
@@ -178,12 +184,13 @@ def from_module(module: nn.Module, name: str | None = None) -> Description:
 
 
 def units(module: nn.Module, prefix: str = "") -> Iterable[tuple[str, Iterable[tuple[str, nn.Module]], bool]]:
-    """(name, its modules, is it a block), in registration order."""
+    """(name, its modules, is it a block), in registration order. Blocks are those that the engine recomputes."""
     if module._parameters:
         yield prefix, [("", module)], False
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if isinstance(module, nn.ModuleList | nn.Sequential):
+        listed = isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList | nn.Sequential)
+        if listed and next(child.children(), None) is not None:
             yield path, child.named_modules(), True
         else:
             yield from units(child, path)
@@ -194,7 +201,10 @@ def _module_part(
 ) -> Part | None:
     numel, active, token, largest = 0, 0.0, 0.0, 0
     widths: Counter[int] = Counter()
+    inside, inside_active = 0, 0
     for path, module in modules:
+        if not path:
+            inside, inside_active = _inside(module)
         for param in module.parameters(recurse=False):
             if id(param) not in seen:  # a tied parameter exists once, but is passed wherever it appears
                 seen.add(id(param))
@@ -213,8 +223,21 @@ def _module_part(
     width = min(widths, key=lambda size: (-widths[size], size)) if widths else 0
     return Part(
         name=name, numel=numel, is_block=is_block, active_numel=round(active), largest_numel=largest,
-        boundary_numel=width if is_block else 0, token_numel=round(token),
+        boundary_numel=width if is_block else 0, token_numel=round(token), inside_numel=inside,
+        inside_active_numel=inside_active,
     )  # fmt: skip
+
+
+def _inside(block: nn.Module) -> tuple[int, int]:
+    """Elements per token between the first and the last matrix of each MLP that can run in sequence tiles, and those of its
+    matrices."""
+    numel = active = 0
+    for mlp in token_wise(block):
+        shapes = [param.shape for param in mlp.parameters() if param.dim() == 2]
+        if len(shapes) > 1:
+            numel += sum(map(sum, shapes)) - shapes[0][1] - shapes[-1][0]
+            active += sum(shape.numel() for shape in shapes)
+    return numel, active
 
 
 def chosen_share(module: nn.Module) -> float:
@@ -260,6 +283,8 @@ def feed_forward(
         active_numel=block.active_numel + router + chosen * each,
         largest_numel=max(block.largest_numel, hidden * inner * (1 if experts == 1 else experts * (matrices - 1))),
         token_numel=block.token_numel + experts * (experts > 1) + chosen * kept,
+        inside_numel=kept - 2 * hidden if experts == 1 else 0,  # stacked experts are not token-wise modules
+        inside_active_numel=each if experts == 1 else 0,
         pieces=(*block.pieces, *pieces, *([Piece(biases, 0)] if biases else [])),
     )
 

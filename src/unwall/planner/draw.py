@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from unwall.planner.answer import seconds
 from unwall.planner.choose import ChosenPlan
+from unwall.planner.words import seconds
 from unwall.svg import COLOURS, Picture
 from unwall.tiers.sizes import format_bytes
 

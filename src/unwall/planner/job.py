@@ -1,59 +1,36 @@
 """What is to be predicted: a model, a plan and a workload, as the engine would set them up on one rank."""
 
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
 
+from unwall.planner.activations import Activations, activations_of, link_of
 from unwall.planner.outline import Outline, Stretch
-from unwall.plans import Plan, PlanError
+from unwall.planner.pace import Pace
+from unwall.planner.workload import Keeping as Keeping
+from unwall.planner.workload import Workload as Workload
+from unwall.plans import Plan
+from unwall.runtime.resources import STATE_SHARE
+from unwall.schedule.activations import NO_LINK
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
-from unwall.shards.arrange import Planned, fitting
+from unwall.shards.arrange import Planned, tilings
 from unwall.shards.build import Room, plan_groups, sizes_of
 from unwall.shards.grouping import Unit
 from unwall.shards.layout import Layout
-from unwall.shards.placement import Home, Sizes, device_bytes_of, disk_bytes_of, host_bytes_of, place
+from unwall.shards.placement import (
+    Home,
+    Sizes,
+    device_bytes_of,
+    disk_bytes_of,
+    host_bytes_of,
+    host_working_bytes,
+    place,
+    working_bytes,
+)
 from unwall.shards.tiles import forced
 
-Keeping = Literal["keep", "recompute", "host"]
-"""What happens to activations: all kept, only each block's input kept, or that one sent to the host."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What one rank computes between two steps."""
-
-    batch: int = 1
-    """Samples per forward and backward."""
-    seq: int = 1024
-    """Tokens per sample."""
-    passes: int = 1
-    """Forwards and backwards before a step: their gradients add up."""
-    activations: Keeping = "recompute"
-    clip: bool = True
-    """Gradients are clipped: their norm is needed before the first update. Without clipping, states on the host are updated
-    while backward runs, as far as spare host memory goes (``optim/early.py``)."""
-    update_in_backward: bool = False
-    """AdamW's promise of that name: all states on host and disk are updated while backward runs, in place."""
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "seq", "passes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
-        if self.update_in_backward and (self.clip or self.passes > 1):
-            raise ValueError("update_in_backward goes with one pass per step, and without clipping")
-        if self.activations not in ("keep", "recompute", "host"):
-            raise ValueError(f"activations is keep, recompute or host, got {self.activations!r}")
-
-    @property
-    def tokens(self) -> int:
-        """Of one step, on one rank."""
-        return self.batch * self.seq * self.passes
-
-    @property
-    def recompute(self) -> bool:
-        return self.activations != "keep"
+MAX_PLACED = 2000
+"""Groups that are still placed one by one: that takes the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +44,7 @@ class Job:
     planned: tuple[tuple[Unit, Layout], ...]
     sizes: tuple[Sizes, ...]
     homes: tuple[Home, ...]
+    activations: Activations
     shadowed: tuple[int, ...] = ()
     """Groups with a second place for their states on the host, so that they can be updated before the step."""
 
@@ -89,17 +67,31 @@ class Job:
 
     def activation_bytes(self) -> tuple[int, int]:
         """On the device and on the host."""
-        return activation_bytes(self.outline, self.workload)
+        return self.activations.device_bytes, self.activations.host_bytes
+
+    @property
+    def tiles(self) -> int:
+        """Into how many tiles the parameter that is cut most is cut. 1: all are whole."""
+        counts = Counter(id(entry.param) for unit, _ in self.planned if unit.is_part for entry in unit.entries)
+        return max(counts.values(), default=1)
+
+    @property
+    def state_budget_bytes(self) -> int | None:
+        """What the device may hold of parameters, gradients and states. None: no limit. With ``"auto"`` the plan's budget is
+        for activations, too."""
+        budget = self.plan.budget_device_bytes
+        if budget is None or self.workload.activations != "auto":
+            return budget
+        return max(1, budget - self.activations.device_bytes - self.outline.ignored_bytes)
 
 
 def activation_bytes(outline: Outline, load: Workload) -> tuple[int, int]:
-    """On the device and on the host, of one rank: what stays for backward, and what is recomputed at a time."""
-    described = outline.description
-    if load.activations == "keep":
-        return int(described.activation_bytes(load.batch, load.seq)), 0
-    kept = int(described.checkpoint_bytes(load.batch, load.seq))
-    working = int(described.activation_working_bytes(load.batch, load.seq))
-    return (kept + working, 0) if load.activations == "recompute" else (working, kept)
+    """On the device and on the host, of one rank; of ``"auto"`` the least that it can do with."""
+    if load.activations == "auto":
+        found = activations_of(outline.description, replace(load, activations="host"))
+        return found.device_bytes, 0
+    found = activations_of(outline.description, load)
+    return found.device_bytes, found.host_bytes
 
 
 def make_job(
@@ -109,25 +101,59 @@ def make_job(
     workload: Workload,
     device_room_bytes: int | None,
     host_room_bytes: int | None,
+    pace: Pace | None = None,
 ) -> Job:
     """Groups and homes by the engine's own decisions; whether they fit is for the caller to see.
 
-    The rooms are what this rank may use, where the plan itself says nothing.
+    The rooms are what this rank may use, where the plan itself says nothing: on the device for states or, where activations are
+    decided for each block, for both. ``pace``: for that decision.
     """
-    planned = _planned(outline, plan, ranks, Room(device_room_bytes, host_room_bytes))
+    shared = workload.activations == "auto"
+    of_states = device_room_bytes
+    if shared and device_room_bytes is not None and not (pace is not None and pace.is_host):
+        of_states = int(device_room_bytes * STATE_SHARE)  # as runtime/resources.py does
+    planned = _planned(outline, plan, ranks, Room(of_states, host_room_bytes))
     sizes = sizes_of(planned, plan, ranks)
-    homes = place(sizes, plan, device_room_bytes, host_room_bytes)
+    homes = place(sizes, plan, of_states, host_room_bytes)
     shadowed = _shadowed(sizes, homes, workload, host_room_bytes)
-    return Job(outline, plan, ranks, workload, tuple(planned), tuple(sizes), tuple(homes), shadowed)
+    room, link = None, NO_LINK
+    if shared and device_room_bytes is not None:
+        pairs = list(zip(sizes, homes, strict=True))
+        least = sum(device_bytes_of(*pair) for pair in pairs) + working_bytes(sizes, homes)
+        room = max(0, device_room_bytes - least - outline.ignored_bytes)
+        if pace is not None:
+            spare = 0
+            if host_room_bytes is not None:
+                spare = host_room_bytes - sum(host_bytes_of(*pair) for pair in pairs) - host_working_bytes(sizes, homes)
+            fetched = sum(size.flat_bytes for size, home in pairs if home.params != "device") / ranks
+            link = link_of(pace, room, spare, fetched)
+    kept = activations_of(outline.description, workload, room, link, pace)
+    return Job(outline, plan, ranks, workload, tuple(planned), tuple(sizes), tuple(homes), kept, shadowed)
 
 
 def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
-    """Groups, with tiles where ``shard`` would cut parameters."""
-    largest, room_bytes = outline.largest_tileable_numel * plan.compute_dtype.itemsize, room.device_bytes
-    if plan.tiles is not None or (room_bytes is not None and 4 * largest > room_bytes):
-        with suppress(PlanError):  # what is missing is for the caller to see
-            return fitting(outline.module, plan, ranks, room, forced(outline.module, plan))[0]
-    return plan_groups(outline.module, plan, ranks)
+    """Groups, with tiles where ``shard`` would cut parameters: where what comes and goes is all that does not fit."""
+    if plan.tiles is not None:
+        return plan_groups(outline.module, plan, ranks, forced(outline.module, plan))
+    whole = plan_groups(outline.module, plan, ranks)
+    largest = outline.largest_tileable_numel * plan.compute_dtype.itemsize
+    if room.device_bytes is None or 4 * largest <= room.device_bytes or not _lacks_working(whole, plan, ranks, room):
+        return whole
+    for cuts in tilings(outline.module, plan, room):
+        cut = plan_groups(outline.module, plan, ranks, cuts)
+        if plan.params == "auto" and len(cut) > MAX_PLACED:
+            return whole
+        if not _lacks_working(cut, plan, ranks, room):
+            return cut
+    return whole
+
+
+def _lacks_working(planned: Planned, plan: Plan, ranks: int, room: Room) -> bool:
+    """Whether states have their place, and what comes and goes has none."""
+    sizes = sizes_of(planned, plan, ranks)
+    homes = place(sizes, plan, room.device_bytes, room.host_bytes)
+    held = sum(device_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
+    return held <= (room.device_bytes or 0) < held + working_bytes(sizes, homes)
 
 
 def shadow_bytes(size: Sizes) -> int:

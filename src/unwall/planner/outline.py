@@ -54,8 +54,6 @@ class Outline:
     module: nn.Module
     description: Description
     operators: tuple[Operator, ...]
-    tiles: int = 0
-    """Into how many tiles the largest matrix of a description is cut. 0: a real module, which is cut as ``shard`` does it."""
     ignore: Callable[[str, nn.Parameter], bool] | None = None
     """As in ``Plan``: parameters that are left alone."""
 
@@ -118,10 +116,11 @@ def outline_of(module: nn.Module, name: str | None = None) -> Outline:
 def _operators(module: nn.Module) -> Iterator[Operator]:
     share, block = chosen_share(module), -1
     for _, inside, is_block in units(module):
-        block += is_block
+        begins = is_block
         for path, owner in inside:
             params = tuple(owner.parameters(recurse=False))
             if params:
+                block, begins = block + begins, False
                 used = share if "experts" in path.split(".") else 1.0
                 active = 0.0
                 if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
@@ -137,15 +136,28 @@ class _Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(numel, device="meta"))
 
 
-def skeleton(description: Description, tiles: int = 1) -> Outline:
-    """A module on the meta device with the parameters of a description, and nothing that could run.
+class _Matrix(nn.Linear):
+    """A linear layer to whoever asks whether it can be read in tiles. Nothing is initialised."""
 
-    ``tiles`` cuts the largest matrix into so many parameters, as a tiled linear layer does, and the others so that none is
-    larger than that.
-    """
+    def __init__(self, numel: int, width: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.empty(numel // width, width, device="meta"))
+        self.register_parameter("bias", None)
+
+
+class _Table(nn.Embedding):
+    """The same for a table that is looked up in."""
+
+    def __init__(self, numel: int, width: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.empty(numel // width, width, device="meta"))
+        self.max_norm = None
+
+
+def skeleton(description: Description) -> Outline:
+    """A module on the meta device with the parameters of a description, and nothing that could run."""
     module, operators = nn.Module(), []
-    largest = max((piece.numel for part in description.parts for piece in part.pieces if piece.active_numel), default=1)
-    limit = largest if tiles == 1 else -(-largest // tiles)
+    width = max((part.boundary_numel for part in description.parts), default=0)
     parts = [part for part in description.parts if not part.is_block and not part.active_numel]  # looked up before the blocks
     parts += [part for part in description.parts if part.is_block]
     parts += [part for part in description.parts if not part.is_block and part.active_numel]
@@ -153,7 +165,7 @@ def skeleton(description: Description, tiles: int = 1) -> Outline:
     for number, part in enumerate(parts):
         repeats = nn.ModuleList() if part.is_block else None
         for _ in range(part.count):
-            holder, found = _hold(part, limit, blocks if part.is_block else None)
+            holder, found = _hold(part, width, blocks if part.is_block else None)
             blocks += part.is_block
             if not part.is_block and part.active_numel > sum(piece.active_numel for piece in part.pieces):
                 found.append(_tied(module, part))
@@ -164,21 +176,21 @@ def skeleton(description: Description, tiles: int = 1) -> Outline:
                 module.add_module(f"{number}_{part.name}", holder)
         if repeats is not None:
             module.add_module(part.name.replace(".", "_"), repeats)
-    return Outline(module, description, tuple(operators), tiles)
+    return Outline(module, description, tuple(operators))
 
 
-def _hold(part: Part, limit: int, block: int | None) -> tuple[nn.Module, list[Operator]]:
+def _hold(part: Part, width: int, block: int | None) -> tuple[nn.Module, list[Operator]]:
     """The parameters of one part, each in a module of its own."""
     holder, operators = nn.Module(), []
     for number, piece in enumerate(part.pieces):
-        count = -(-piece.numel // limit) if piece.active_numel else 1
-        sizes = _split(piece.numel, count)
-        weights = [_Weight(size) for size in sizes]
-        holder.add_module(str(number), weights[0] if count == 1 else nn.ModuleList(weights))
-        for weight, size in zip(weights, sizes, strict=True):
-            share = size / piece.numel
-            pairs = part.pair_flops * share if number == 0 else 0.0
-            operators.append(Operator((weight.weight,), piece.active_numel * share, pairs, block))
+        looked_up = block is None and not part.active_numel
+        if width and not piece.numel % width and (piece.active_numel or looked_up):
+            weight: nn.Module = (_Table if looked_up else _Matrix)(piece.numel, width)
+        else:
+            weight = _Weight(piece.numel)
+        holder.add_module(str(number), weight)
+        pairs = float(part.pair_flops) if number == 0 else 0.0
+        operators.append(Operator(tuple(weight.parameters()), piece.active_numel, pairs, block))
     return holder, operators
 
 
@@ -188,15 +200,11 @@ def _tied(module: nn.Module, part: Part) -> Operator:
     return Operator((table,), part.active_numel, 0.0, None)
 
 
-def _split(numel: int, count: int) -> list[int]:
-    return [numel * (index + 1) // count - numel * index // count for index in range(count)]
-
-
-def passes_of(stretches: Iterable[Stretch], recompute: bool) -> list[tuple[int, str]]:
+def passes_of(stretches: Iterable[Stretch], repeats: Callable[[int | None], bool]) -> list[tuple[int, str]]:
     """The uses of one forward and backward: (stretch, what is done there).
 
-    ``forward``, ``backward``, and with ``recompute``, right before a block's backward: ``begin`` (its last stretch is looked
-    at) and ``again`` (its forward).
+    ``forward``, ``backward``, and, right before the backward of a block that ``repeats`` its forward: ``begin`` (its last
+    stretch is looked at) and ``again`` (its forward).
     """
     listed = list(stretches)
     order = [(index, "forward") for index in range(len(listed))]
@@ -206,7 +214,7 @@ def passes_of(stretches: Iterable[Stretch], recompute: bool) -> list[tuple[int, 
         block = listed[start].block
         while block is not None and start and listed[start - 1].block == block:
             start -= 1
-        if recompute and block is not None:
+        if repeats(block):
             order += [(end - 1, "begin"), *((index, "again") for index in range(start, end))]
         order += [(index, "backward") for index in reversed(range(start, end))]
         end = start

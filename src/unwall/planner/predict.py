@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unwall.planner.activations import flops_of
 from unwall.planner.formulas import Bound, StepWork, lower_bound
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Job
@@ -94,10 +95,9 @@ def work_of(job: Job) -> StepWork:
         if home.grads == "disk":
             read += wide * load.passes if load.passes > 1 else size.grad_bytes
             written += size.grad_bytes + wide * (load.passes - 1)
-    if load.activations == "host":
-        kept = load.passes * job.outline.description.checkpoint_bytes(load.batch, load.seq)
-        h2d, d2h = h2d + kept, d2h + kept
-    flops = load.passes * job.outline.description.flops(load.batch, load.seq, load.recompute)
+    kept = load.passes * job.activations.host_bytes
+    h2d, d2h = h2d + kept, d2h + kept
+    flops = load.passes * flops_of(job.outline.description, load, job.activations)
     return StepWork(
         flops=flops, host_to_device_bytes=h2d, device_to_host_bytes=d2h, host_memory_bytes=host, disk_read_bytes=read,
         disk_write_bytes=written, collective_bytes=moved,
@@ -106,7 +106,7 @@ def work_of(job: Job) -> StepWork:
 
 def kept_share(job: Job) -> float:
     """How much of what is fetched and dropped may stay on the device from forward to backward."""
-    budget = job.plan.budget_device_bytes
+    budget = job.state_budget_bytes
     flats = sum(
         size.flat_bytes
         for size, home in zip(job.sizes, job.homes, strict=True)

@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unwall.planner.choose import ChosenPlan, Objective, check_objective, choose
+from unwall.planner.candidates import KEPT
+from unwall.planner.choose import ChosenPlan, Objective, check_objective, choose, dtype_of
 from unwall.planner.description import Description
 from unwall.planner.hardware import Hardware, load
+from unwall.planner.mesh_cost import MeshCost, compare_meshes, paste
 from unwall.planner.outline import Outline
 from unwall.planner.probe import Progress, probe
 from unwall.planner.read import read_model
+from unwall.planner.workload import Keeping, check_keeping
 from unwall.plans import PlanError
 from unwall.tiers.sizes import parse_bytes
 
@@ -37,8 +40,11 @@ def plan(
     clip: bool = True,
     objective: Objective = "speed",
     vocab: int = 0,
-    tiles: int = 1,
+    tiles: int | None = None,
+    sequence_tiles: int | None = None,
+    activations: Keeping | None = None,
     offload_activations: bool = False,
+    compare: bool = False,
     ignore: Callable[[str, nn.Parameter], bool] | None = None,
     progress: Progress | None = None,
 ) -> ChosenPlan:
@@ -47,15 +53,20 @@ def plan(
     ``model``: a module (the meta device will do), a Hugging Face ``config.json`` or its directory, ``module:function``, or a
     shape such as ``80x10240``. ``batch``: samples per step, over all ranks; ``seq``: tokens per sample.
     ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank;
-    ``device_bytes`` is for states, gradients and activations together. ``offload_activations`` also looks at activation
-    checkpoints on the host. ``ignore``, of a module, is as in ``Plan``: those parameters are counted whole on the device, and
-    no states of them.
+    ``device_bytes`` is for states, gradients and activations together. ``activations``, ``tiles`` and ``sequence_tiles`` are as
+    in ``Plan``, which then says so; None: the planner chooses. ``offload_activations`` is ``activations="host"``. ``compare``
+    predicts what every choice for activations would take. ``ignore``, of a module, is as in ``Plan``: those parameters are
+    counted whole on the device, and no states of them.
     PlanError says what would fit where nothing does.
     """
     check_objective(objective)  # before a large model is looked at
     if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
         raise PlanError(f"seq must be a whole number above 0, got {seq!r}")
-    outline = read_model(model, vocab, tiles)
+    kept = kept_of(activations, offload_activations)
+    for name, value in (("tiles", tiles), ("sequence_tiles", sequence_tiles)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise PlanError(f"{name} must be at least 1, got {value!r}")
+    outline = read_model(model, vocab)
     if ignore is not None:
         if not isinstance(model, nn.Module):
             raise PlanError(f"ignore goes by the names of a module's parameters, but the model is {model!r}: give a module")
@@ -65,14 +76,46 @@ def plan(
     if directory is None and hardware is not None and machine.disk_bytes:
         directory = NOT_GIVEN
     budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    found = choose(
-        outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
-        objective=objective, offload_activations=offload_activations,
-        **{name: _bytes(name, value) for name, value in budgets.items()},
-    )  # fmt: skip
+    costs = _meshes(outline, machine, ranks, batch, seq, compute_dtype)
+    try:
+        found = choose(
+            outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
+            objective=objective, kept=kept, tiles=tiles, sequence_tiles=sequence_tiles, compare=compare,
+            **{name: _bytes(name, value) for name, value in budgets.items()},
+        )  # fmt: skip
+    except PlanError as error:
+        if not costs or costs[0].lack or costs[0].mesh.is_zero_alone or any(budgets.values()):
+            raise
+        raise type(error)(f"{error}. Another mesh would do: {paste(costs[0])}") from error
+    found = dataclasses.replace(found, meshes=costs)
     if disk is None and found.disk is not None:
         found = dataclasses.replace(found, advice=(*found.advice, "set disk= to a directory on the machine's fast drives"))
     return found
+
+
+def _meshes(
+    outline: Outline, machine: Hardware, ranks: int, batch: int | None, seq: int, dtype: torch.dtype | None
+) -> tuple[MeshCost, ...]:
+    """What other meshes would take. None of the arguments is checked here."""
+    usable = isinstance(batch, int) and batch > 0 if batch is not None else True
+    if ranks < 2 or ranks != machine.devices or machine.is_host or not usable or outline.ignore is not None:
+        return ()
+    if not (machine.collective_bytes_per_s or machine.devices_per_node == 1):
+        return ()
+    return compare_meshes(outline.description, machine, batch or ranks, seq, dtype_of(machine, dtype))
+
+
+def kept_of(activations: Keeping | None, offload: bool = False) -> tuple[Keeping, ...]:
+    """What may become of activations. PlanError for what is not known."""
+    if offload and activations not in (None, "host"):
+        raise PlanError(f"offload_activations is activations='host', but activations={activations!r} was asked for")
+    if activations is not None:
+        try:
+            check_keeping(activations)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+    chosen: Keeping | None = "host" if offload else activations
+    return KEPT if chosen is None else (chosen,)
 
 
 def machine_of(

@@ -16,30 +16,28 @@ _SHAPE_LIKE = re.compile(r"[\d.\-+\s]*[xX*][\d.\-+xX*\s]*|[\d.\-+\s]+")
 _PYTHON_LIKE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: int = 0, tiles: int = 1) -> Outline:
+def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: int = 0) -> Outline:
     """Any of them as an outline. DescriptionError says what is wrong.
 
-    ``vocab`` goes with a shape. ``tiles`` cuts the matrices of a config or a shape.
+    ``vocab`` goes with a shape.
     """
-    if tiles < 1:
-        raise DescriptionError(f"tiles must be at least 1, got {tiles}")
     if isinstance(model, Outline):
         return model
     if isinstance(model, nn.Module):
         return outline_of(model)
     if isinstance(model, Description):
-        return skeleton(model, tiles)
+        return skeleton(model)
     if isinstance(model, Path):
-        return _from_file(model, tiles)
+        return _from_file(model)
     if not isinstance(model, str):
         raise DescriptionError(
             f"a model is an nn.Module, a config.json or its directory, module:function, or a shape such as 80x10240, "
             f"got {type(model).__name__}"
         )
     if _SHAPE_LIKE.fullmatch(model):
-        return skeleton(from_shape(model, vocab=vocab), tiles)
+        return skeleton(from_shape(model, vocab=vocab))
     if Path(model).exists():
-        return _from_file(model, tiles)
+        return _from_file(model)
     if _PYTHON_LIKE.fullmatch(model):
         return _call(model)
     raise DescriptionError(
@@ -48,12 +46,12 @@ def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: i
     )
 
 
-def _from_file(path: str | Path, tiles: int) -> Outline:
+def _from_file(path: str | Path) -> Outline:
     """A config whose sizes are known here, or any other that transformers can build."""
     try:
-        return skeleton(from_config(path), tiles)
+        return skeleton(from_config(path))
     except UnknownFamilyError as error:
-        if tiles != 1 or not isinstance(error.config.get("model_type"), str):
+        if not isinstance(error.config.get("model_type"), str):
             raise
         return outline_of(_build(error), str(error.config["model_type"]))
 

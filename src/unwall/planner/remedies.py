@@ -8,12 +8,14 @@ import torch
 
 from unwall.planner.candidates import DEVICE_SHARE, Allowance, Candidate, Short, build, device_room, shortage
 from unwall.planner.hardware import Hardware
-from unwall.planner.outline import Outline, skeleton
+from unwall.planner.outline import Outline
 from unwall.runtime.resources import HOST_SHARE
 from unwall.tiers.sizes import format_bytes, readable_bytes, written_bytes
 
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)
 MORE_TILES = (2, 4, 8, 16, 32, 64)
+MOST_GROUPS = 1 << 13
+"""That are tried: looking at more takes minutes."""
 
 
 def remedies(
@@ -24,14 +26,14 @@ def remedies(
     def lack(candidate: Candidate, many: int, given: Allowance) -> Short | str | None:
         if device_room(candidate, outline, given) <= 0:
             return "activations"
-        return shortage(build(candidate, outline, many, given, dtype)[1], given)
+        return shortage(build(candidate, outline, many, given, dtype, hardware)[1], given)
 
     found = [*_budgets(place, ranks, allowance, lack)]
     if not allowance.together:
         found += [*_host(place, hardware, ranks, allowance, lack), *_ranks(place, ranks, allowance, lack)]
     if allowance.directory is None or not allowance.disk_bytes:
         found += _disk(place, ranks, allowance, lack)
-    found += _tiles(place, outline, ranks, allowance, dtype)
+    found += _tiles(place, outline, ranks, allowance, lack)
     return [*found, *_device(place, ranks, allowance, lack), *_shorter(place, ranks, allowance, lack)]
 
 
@@ -101,15 +103,14 @@ def _disk(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> Ite
         yield f"a disk with {format_bytes(short.needed_bytes)} per rank: disk='/path/on/a/fast/drive'"
 
 
-def _tiles(place: Candidate, outline: Outline, ranks: int, allowance: Allowance, dtype: torch.dtype) -> Iterator[str]:
-    """A real module is cut as far as that helps already."""
-    if device_room(place, outline, allowance) <= 0 or not outline.tiles:
-        return
+def _tiles(place: Candidate, outline: Outline, ranks: int, allowance: Allowance, lack: Lack) -> Iterator[str]:
+    """Where the user names a number. Without one weights are cut as far as that helps, up to some thousand tiles in all."""
+    params = sum(1 for _ in outline.module.parameters())
     for tiles in MORE_TILES:
-        if tiles <= outline.tiles:
+        if tiles <= (place.fields.get("tiles") or 1) or tiles * params > MOST_GROUPS:
             continue
-        if shortage(build(place, skeleton(outline.description, tiles), ranks, allowance, dtype)[1], allowance) is None:
-            yield f"the largest matrices in {tiles} tiles (tiles={tiles}; unwall.shard cuts them by itself)"
+        if lack(dataclasses.replace(place, fields=place.fields | {"tiles": tiles}), ranks, allowance) is None:
+            yield f"all weights in {tiles} tiles: tiles={tiles}"
             return
 
 

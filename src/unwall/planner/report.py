@@ -7,16 +7,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from unwall.planner.answer import answer, code, plan_fields, seconds
+from unwall.planner.answer import answer, code, kept_words, plan_fields
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.dryrun import DryRun
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Workload
+from unwall.planner.mesh_cost import MeshCost, mesh_lines
 from unwall.planner.predict import Prediction
 from unwall.planner.search import Verdict
+from unwall.planner.words import seconds
+from unwall.planner.workload import Workload
 from unwall.tiers.sizes import format_bytes
 
 MAX_RUNNERS_UP = 8
+MAX_MESHES = 10
+KEPT_WORDS = {"keep": "kept", "auto": "decided by block", "recompute": "recomputed", "host": "recomputed from the host"}
 
 
 def as_text(plan: ChosenPlan, width: int = 120) -> str:
@@ -28,7 +32,7 @@ def as_text(plan: ChosenPlan, width: int = 120) -> str:
 
 def short(plan: ChosenPlan) -> Text:
     """The answer, the line to paste, and what is left to do."""
-    return Text("\n".join([answer(plan), code(plan), *(f"- {line}" for line in plan.advice)]))
+    return Text("\n".join([answer(plan), code(plan), *(f"- {line}" for line in (*plan.advice, *mesh_lines(plan.meshes)))]))
 
 
 def tables(plan: ChosenPlan) -> RenderableType:
@@ -36,7 +40,11 @@ def tables(plan: ChosenPlan) -> RenderableType:
     parts: list[RenderableType] = [Text(answer(plan), style="bold"), Text(f"{plan.model}: {plan.name}"), Text(code(plan))]
     if plan.prediction is not None:
         parts += [_bytes(plan.prediction), _time(plan.prediction), Text(summary(plan))]
-    parts += [Text(f"- {line}") for line in plan.advice]
+    parts += [Text(f"- {line}") for line in (*plan.advice, *mesh_lines(plan.meshes))]
+    if plan.kept_otherwise:
+        parts.append(_kept(plan))
+    if len(plan.meshes) > 1:
+        parts.append(_meshes(plan.meshes))
     if plan.runners_up:
         parts.append(_lost(plan.runners_up))
     return Group(*parts)
@@ -44,7 +52,7 @@ def tables(plan: ChosenPlan) -> RenderableType:
 
 def workload_words(load: Workload) -> str:
     passes = f"{load.passes} passes of " if load.passes > 1 else ""
-    kept = {"keep": "kept", "recompute": "recomputed", "host": "recomputed from the host"}[load.activations]
+    kept = KEPT_WORDS[load.activations]
     return f"{passes}{load.batch} x {load.seq} tokens per rank, activations {kept}"
 
 
@@ -84,6 +92,39 @@ def _time(found: Prediction) -> Table:
         busy = found.busy_s.get(simulated.get(name, name))
         if value or busy:
             table.add_row(name, seconds(value), "" if busy is None else seconds(busy))
+    return table
+
+
+def _kept(plan: ChosenPlan) -> Table:
+    table = Table("activations", title="activations, with this placement", title_justify="left")
+    for name in ("device", "host", "step"):
+        table.add_column(name, justify="right")
+    table.add_column("why")
+    for row in plan.kept_otherwise:
+        step = "" if row.step_s is None else seconds(row.step_s)
+        chosen = row.activations == plan.workload.activations
+        why = kept_words(plan) if chosen else row.reason
+        shown = KEPT_WORDS[row.activations]
+        table.add_row(
+            shown, format_bytes(row.device_bytes), format_bytes(row.host_bytes) if row.host_bytes else "", step, why,
+            style="bold" if chosen else None,
+        )  # fmt: skip
+    return table
+
+
+def _meshes(costs: tuple[MeshCost, ...]) -> Table:
+    table = Table("mesh", title="meshes, by bytes per link (see [Note: cost of a mesh])", title_justify="left")
+    for name in ("step", "compute", "tp", "gathers, reductions", "bubble", "device"):
+        table.add_column(name, justify="right")
+    table.add_column("how")
+    for cost in costs[:MAX_MESHES]:
+        times = (cost.step_s, cost.compute_s, cost.tensor_s, cost.data_s, cost.bubble_s)
+        kept = "recomputed" if cost.recompute else "kept"
+        how = cost.lack or f"{cost.passes} passes, activations {kept}{', states on the host' if cost.on_host else ''}"
+        shown = [seconds(value) if value and not cost.lack else "" for value in times]
+        table.add_row(str(cost.mesh), *shown, format_bytes(int(cost.device_bytes)), how)
+    if len(costs) > MAX_MESHES:
+        table.add_row(f"and {len(costs) - MAX_MESHES} more")
     return table
 
 
@@ -153,6 +194,9 @@ def to_dict(plan: ChosenPlan) -> dict[str, Any]:
         "name": plan.name,
         "plan": plan_fields(plan),
         "workload": dict(vars(plan.workload)),
+        "activations": [dict(vars(row)) for row in plan.kept_otherwise],
+        "weight_tiles": plan.weight_tiles,
+        "meshes": [{"mesh": cost.mesh.dimensions(), "step_s": cost.step_s, "lack": cost.lack} for cost in plan.meshes],
         "advice": list(plan.advice),
         "prediction": None if plan.prediction is None else plan.prediction.to_dict(),
         "runners_up": [

@@ -4,7 +4,8 @@
 For each kind of placement and each way to treat activations, the largest pass over the batch that fits is tried, and, where the
 room that activations leave decides about placement, also the next smaller one. Those that cannot be faster than the best one
 so far (compute alone takes longer) are not simulated. Nor is a disk where the same work fits without one, or where the
-device is too small whatever lies on disk.
+device is too small whatever lies on disk. Nor are activations decided for each block where all are kept in the same pass, or
+in smaller ones that take no longer than they compute.
 """
 
 from collections.abc import Sequence
@@ -12,17 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
+from unwall.planner.activations import REPEATED
 from unwall.planner.candidates import Allowance, Candidate, Short, build, device_room, shortage
 from unwall.planner.hardware import Hardware
-from unwall.planner.job import Job, Workload
+from unwall.planner.job import MAX_PLACED, Job
 from unwall.planner.outline import Outline
 from unwall.planner.pace import pace_of
 from unwall.planner.predict import Prediction, predict
+from unwall.planner.workload import Workload
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.sizes import format_bytes
-
-MAX_PARAMS = 2000
-"""Parameter tensors of a model for which groups are still placed one by one: that takes the square of their number."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Search:
         self._params = sum(1 for _ in outline.module.parameters())
         self._pace = pace_of(hardware, dtype)
         self._device_too_small: set[Workload] = set()
+        self.starved = True
+        """Activations alone were too much for the device, whatever becomes of them."""
 
     def run(self, listed: Sequence[Candidate], *, stop_early: bool) -> None:
         """``stop_early``: only speed counts, so what computes for longer than the best step so far is out."""
@@ -77,9 +79,9 @@ class Search:
 
     def compute_s(self, load: Workload) -> float:
         """The least time that the device computes for."""
-        described = self.outline.description
-        once = described.flops(load.batch, load.seq, load.recompute) / self._pace.block_flops_per_s
-        return load.passes * (once + (4 if load.recompute else 3) * self._pace.s_per_param * described.params)
+        described, again = self.outline.description, load.activations in REPEATED
+        once = described.flops(load.batch, load.seq, again) / self._pace.block_flops_per_s
+        return load.passes * (once + (4 if again else 3) * self._pace.s_per_param * described.params)
 
     def _too_slow(self, candidate: Candidate) -> str | None:
         least = self.compute_s(candidate.workload)
@@ -88,8 +90,11 @@ class Search:
 
     def _needless(self, candidate: Candidate) -> str | None:
         """Why a plan need not be tried."""
-        if "params" not in candidate.fields and self._params > MAX_PARAMS:
-            return f"not tried: {self._params} parameters are too many to be placed one by one"
+        groups = self._params * (candidate.fields.get("tiles") or 1)
+        if "params" not in candidate.fields and groups > MAX_PLACED:
+            return f"not tried: {groups} parameters are too many to be placed one by one"
+        if candidate.workload.activations == "auto" and any(self._keeps(found, candidate) for found in self.tried):
+            return "not needed: all activations are kept"
         if "disk" not in candidate.fields:
             return None
         if candidate.workload in self._device_too_small:
@@ -106,6 +111,18 @@ class Search:
             return "not needed: it fits with less on disk"
         return None
 
+    def _keeps(self, found: Tried, candidate: Candidate) -> bool:
+        """Whether a plan keeps all activations and could not be faster by other means."""
+        load = found.job.workload
+        if load.activations != "keep" or found.candidate.name != candidate.name:
+            return False
+        return load.batch >= candidate.workload.batch or found.prediction.step_s <= 1.01 * self.compute_s(load)
+
+    def look(self, candidate: Candidate) -> Tried | str:
+        """The candidate with its numbers, or why it cannot be. From those that were tried, if it was."""
+        same = (found for found in self.tried if found.candidate == candidate)
+        return next(same, None) or self._try(candidate)
+
     def _try(self, candidate: Candidate) -> Tried | str:
         """The candidate with its numbers, or why it cannot be."""
         allowance, load = self.allowance, candidate.workload
@@ -114,7 +131,8 @@ class Search:
             self._device_too_small.add(load)
             there = min(allowance.device_bytes, allowance.device_budget_bytes or allowance.device_bytes)
             return f"activations alone need {format_bytes(there - spare)} on the device, there are {format_bytes(there)}"
-        job, terms = build(candidate, self.outline, self.ranks, allowance, self.dtype)
+        self.starved = False
+        job, terms = build(candidate, self.outline, self.ranks, allowance, self.dtype, self.hardware)
         lack: Short | None = shortage(terms, allowance)
         if lack is not None:
             if lack.tier == "device" and candidate.fields.get("params") == "host":

@@ -21,6 +21,7 @@ from torch import nn
 
 from unwall.runtime.gradients import GradientAccess, Places
 from unwall.runtime.held_grad import HeldGrad
+from unwall.runtime.load_check import as_bytes
 from unwall.shards.local import local_part_of
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _checksum(param: nn.Parameter) -> int:
     assert grad is not None
     values = grad.whole() if isinstance(grad, HeldGrad) else grad.detach()
     values = local_part_of(param, values.to_dense() if values.is_sparse else values)
-    return int(values.contiguous().view(-1).view(torch.uint8).long().mul_(_weights(values)).sum())
+    return int(as_bytes(values).long().mul_(_weights(values)).sum())
 
 
 def _weights(values: torch.Tensor) -> torch.Tensor:

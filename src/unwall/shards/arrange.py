@@ -58,7 +58,7 @@ def fitting(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cut
     except PlanError as error:
         refusal = error
     own = refusal is None or (refusal.lack[1] and _TIERS[refusal.lack[0]] == "device")
-    for tiled in _tilings(model, plan, room) if own and plan.tiles is None and cuts is uncut else ():
+    for tiled in tilings(model, plan, room) if own and plan.tiles is None and cuts is uncut else ():
         try:
             again = _arrange(model, plan, world_size, room, tiled)
         except PlanError as error:
@@ -79,7 +79,7 @@ def _streams_on(arranged: Arranged, plan: Plan, room: Room) -> bool:
     return working_bytes(arranged[1], arranged[2]) <= room.device_bytes
 
 
-def _tilings(model: nn.Module, plan: Plan, room: Room) -> Iterator[Cuts]:
+def tilings(model: nn.Module, plan: Plan, room: Room) -> Iterator[Cuts]:
     """Cuts into smaller and smaller tiles, as far as there is something to cut."""
     able, kept = tileable(model), fp32_names(model)
     budget = plan.budget_device_bytes or room.device_bytes or 0

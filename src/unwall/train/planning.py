@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unwall.planner.answer import answer, count, plan_fields
+from unwall.planner.answer import answer, plan_fields
 from unwall.planner.candidates import DEVICE_SHARE
 from unwall.planner.choose import ChosenPlan
 from unwall.planner.hardware import Hardware
@@ -19,6 +19,7 @@ from unwall.planner.probe import Progress
 from unwall.planner.public import machine_of
 from unwall.planner.public import plan as choose
 from unwall.planner.read import read_dtype
+from unwall.planner.words import count
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import BudgetError, TierName
 from unwall.train.errors import TrainError

@@ -1,4 +1,4 @@
-"""Activation checkpoints that are kept on the host."""
+"""Activations that wait on the host: inputs of blocks, or all that a block has saved."""
 
 from unwall.planner.pace import FETCH, LAND
 from unwall.planner.simulation.clock import Task
@@ -10,25 +10,25 @@ class Checkpoints:
 
     def __init__(self, rank: VirtualRank) -> None:
         self._rank = rank
-        load, described = rank.job.workload, rank.job.outline.description
-        total = described.checkpoint_bytes(load.batch, load.seq) if load.activations == "host" and described.blocks else 0.0
-        self._block_bytes = total / max(1, described.blocks)
+        found = rank.job.activations
+        self._block_bytes = [found.moved_of(block) for block in range(len(found.choices))]
+        self._again = [found.repeats(block) for block in range(len(found.choices))]
         self._last: tuple[int | None, str] = (None, "")
         self._back: dict[int, Task] = {}
 
     def step(self, block: int | None, what: str) -> Task | None:
         """Before a stretch computes. What it must wait for."""
-        if block is None or not self._block_bytes:
+        if block is None:
             return None
         rates, new = self._rank.pace.ceilings, self._last != (block, what)
         self._last = (block, what)
-        if new and what == "forward":
-            self._rank.submit(LAND, self._block_bytes / rates.device_to_host_bytes_per_s, name=f"checkpoint {block}")
-        if what != "again":
+        if new and what == "forward" and self._block_bytes[block]:
+            self._rank.submit(LAND, self._block_bytes[block] / rates.device_to_host_bytes_per_s, name=f"checkpoint {block}")
+        if what != ("again" if self._again[block] else "backward"):
             return None
         if new:
             for wanted in (block, block - 1):
-                if wanted >= 0 and wanted not in self._back:
-                    seconds = self._block_bytes / rates.host_to_device_bytes_per_s
+                if wanted >= 0 and wanted not in self._back and self._block_bytes[wanted]:
+                    seconds = self._block_bytes[wanted] / rates.host_to_device_bytes_per_s
                     self._back[wanted] = self._rank.submit(FETCH, seconds, name=f"checkpoint {wanted}")
         return self._back.pop(block, None)

@@ -19,7 +19,7 @@ class VirtualRank:
     def __init__(self, job: Job, pace: Pace) -> None:
         self.job, self.pace = job, pace
         self.clock = Clock(pace.limits())
-        self.ledger = Ledger("device", job.plan.budget_device_bytes)
+        self.ledger = Ledger("device", job.state_budget_bytes)
         self.gathers = 0
         """Groups that were fetched or gathered."""
         self.computed: Task | None = None

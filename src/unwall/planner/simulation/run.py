@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unwall.planner.activations import inside_shares
 from unwall.planner.job import Job
 from unwall.planner.outline import passes_of
 from unwall.planner.pace import COMPUTE, Pace
@@ -46,9 +47,8 @@ class Simulation:
         """Groups that were updated before the step."""
         self._last_pass = False
         self._checkpoints = Checkpoints(self.rank)
-        load = job.workload
-        self._places = passes_of(job.stretches, load.recompute)
-        self._seconds = [pace.compute_s(job.stretches[stretch], load.batch, load.seq, what) for stretch, what in self._places]
+        self._places = passes_of(job.stretches, job.activations.repeats)
+        self._seconds = self._compute_s(pace)
         self._last_backward = {
             index: place
             for place, (stretch, what) in enumerate(self._places)
@@ -62,6 +62,18 @@ class Simulation:
                 self._parts[index, place] = self.groups[index].parts
                 self.groups[index].parts += 1
         self._teach()
+
+    def _compute_s(self, pace: Pace) -> list[float]:
+        """For each place."""
+        load, found = self.job.workload, []
+        shares = inside_shares(self.job.outline.description) if load.sequence_tiles > 1 else []
+        for number, what in self._places:
+            stretch = self.job.stretches[number]
+            seconds = pace.compute_s(stretch, load.batch, load.seq, what)
+            if shares and what == "backward" and stretch.block is not None:  # MLPs once more
+                seconds *= 1 + shares[stretch.block] / 2
+            found.append(seconds)
+        return found
 
     def _teach(self) -> None:
         """The trace knows the order from the start, as after a first step."""
