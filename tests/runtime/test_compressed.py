@@ -2,6 +2,7 @@
 
 import itertools
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -204,6 +205,51 @@ def descend(fields, steps):
 def test_small_gradients_beside_large_ones_are_not_lost(ranks, fields, most):
     first, second = ranks(2).run(descend, fields, 400)
     assert first == second < most
+
+
+class Bytes(nn.Module):
+    """A language model of bytes: the last eight say what comes next."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        self.hidden = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+        self.out = nn.Linear(256, 256)
+
+    def forward(self, ids, target):
+        logits = self.out(self.hidden(self.embed(ids).flatten(1)))
+        return nn.functional.cross_entropy(logits.float(), target)
+
+
+def read(runs):
+    """The loss at the end of 300 steps over the texts of this library, of each run: a seed, and how things travel."""
+    rank, _ = rank_and_world()
+    text = b"".join(path.read_bytes() for path in sorted(Path(unwall.__file__).parent.glob("shards/*.py")))
+    data, found = torch.tensor(list(text)), []
+    for seed, fields in runs:
+        model = seeded(Bytes, seed)
+        unwall.shard(model, Plan(**DEVICE, **fields))
+        optimizer, losses = unwall.AdamW(model.parameters(), lr=2e-3), []
+        draws = torch.Generator().manual_seed(10 * seed + rank)
+        for _ in range(300):
+            at = torch.randint(len(data) - 9, (64,), generator=draws)
+            loss = model(data[at[:, None] + torch.arange(8)], data[at + 8])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        found.append(sum(losses[-50:]) / 50)
+    return found
+
+
+@pytest.mark.drill
+def test_a_language_model_learns_as_much(ranks):
+    plain, packed = [(seed, {}) for seed in range(3)], [(0, way) for way in (INT8, INT4, FEEDBACK)]
+    found = [sum(losses) / 2 for losses in zip(*ranks(2).run(read, plain + packed, limit_s=240), strict=True)]
+    exact, rounded = found[: len(plain)], found[len(plain) :]
+    noise = max(exact) - min(exact)
+    assert max(exact) < 3.0
+    assert max(rounded) < max(exact) + noise, (exact, rounded)
 
 
 # -- again, after a fault, by other ways -----------------------------------------------------------------------------------
