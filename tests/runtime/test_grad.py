@@ -333,6 +333,23 @@ def test_ranks_that_differ_are_told(ranks, kind, match):
     assert all(match in told for told in ranks(2).run(not_the_same, kind))
 
 
+def set_like_a_small_parameter():
+    """What is made like an absent parameter of one element has a stride of 0."""
+    model = nn.Linear(1, 1)
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    optimizer = unwall.AdamW(model.parameters(), lr=0.5, weight_decay=0.0)
+    model.load_state_dict({"weight": torch.zeros(()).expand(1, 1), "bias": torch.zeros(()).expand(1)})
+    model(torch.ones(2, 1)).sum().backward()
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+    return {name: value.item() for name, value in model.state_dict().items() if value.numel() == 1}
+
+
+def test_a_gradient_of_one_element_is_set_on_two_ranks(ranks):
+    assert ranks(2).run(set_like_a_small_parameter)[0] == {"weight": pytest.approx(-0.5), "bias": pytest.approx(-0.5)}
+
+
 def summed(op, dtype):
     rank, _ = rank_and_world()
     model = sharded(PLACEMENTS["host"], dtype, reduce_op=op)

@@ -184,6 +184,13 @@ WRONG_STATES = {
 
 
 @pytest.mark.parametrize("make", [unwall_adamw, wrapped])
+def test_an_optimizer_state_is_loaded_again_and_again(make):
+    _, optimizer = trained(make)
+    for _ in range(3):
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("make", [unwall_adamw, wrapped])
 @pytest.mark.parametrize("what", [*WRONG_STATES, "another parameter", "another loss scale", "no groups"])
 def test_a_wrong_optimizer_state_changes_nothing(make, what):
     _, optimizer = trained(make)

@@ -27,6 +27,8 @@ def check_options(mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
                 f"{len(own['params'])}: it comes from another model"
             )
         for name, default in defaults.items():
+            if name not in own:
+                continue  # torch adds to the defaults whenever it has loaded something
             if name not in group:
                 raise ValueError(
                     f"param group {number} of the optimizer state has no {name!r}: it comes from another optimizer, or was "

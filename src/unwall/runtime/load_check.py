@@ -91,9 +91,17 @@ def outline_of(state_dict: Mapping[str, Any], prefix: str, wanted: Wanted, diges
     return Outline(tensors, tuple(rest))
 
 
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, in the order of its elements."""
+    flat = value.detach().contiguous().reshape(-1)
+    if flat.numel() == 1:  # contiguous with any stride, but torch wants 1
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def digest_of(value: torch.Tensor) -> int:
     """A checksum of a tensor's bytes that depends on their order."""
-    flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = as_bytes(value)
     if flat.storage_offset() % 8:
         flat = flat.clone()  # a view as words begins at a multiple of one
     words = flat[: flat.numel() // 8 * 8].view(torch.int64)

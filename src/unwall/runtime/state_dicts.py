@@ -152,6 +152,8 @@ class StateDictHooks:
                 continue
             if ranks.rank == 0:
                 whole = state_dict[prefix + name].detach().to(device).contiguous()
+                if whole.numel() == 1:  # contiguous with any stride, but a view as bytes wants 1
+                    whole = whole.clone(memory_format=torch.contiguous_format)
             else:
                 whole = torch.empty(given.shape, dtype=given.dtype, device=device)
             if whole.numel():

@@ -8,6 +8,9 @@ threads of all ranks answer with the place where their rank is. Nothing is writt
 reads the store unless something has failed. The thread also asks whether this rank's own pass has ended where nobody saw it
 (``Onlooker``): then it tells the others in its place.
 
+A store that fails, whatever it raises, has nothing to say: it went with the process that serves it, and whoever waits for that
+rank finds out without a store. The thread goes on whatever happens in a look, or nobody would be told of anything any more.
+
 Whether a rank that does not answer is slow, stopped or dead is seen in its process, where it runs on this machine. Of a rank
 elsewhere it is known only whether its thread still answers.
 """
@@ -18,6 +21,7 @@ import functools
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -31,8 +35,6 @@ CERTAIN = 4
 """After so many looks a rank that has ended is given up where only the device waits for it: all may be ending just now."""
 MOST_TEXT = 2000
 """Characters of an error that the other ranks are told."""
-_GONE = (RuntimeError, OSError, ValueError)
-"""What a store raises that went with the process that serves it. Whoever waits for that rank finds out without a store."""
 
 
 class Stuck(Protocol):
@@ -76,6 +78,8 @@ class Watch:
         """Held by whoever agrees on something with the other ranks, so that the thread that looks does not come between."""
         self.parting: weakref.WeakMethod[Callable[[], None]] | None = None
         """Ends the exchange in which the others learn of this rank's fault, while that is under way."""
+        self.failed = False
+        """A look has failed, and that was said."""
         self.dimension = ""
         """Of a mesh, whose ranks these are: for messages."""
         self._store = store
@@ -197,16 +201,16 @@ class Watch:
         return place() if place is not None else "outside of the model"
 
     def _get(self, key: str) -> str:
-        """Empty where there is nothing."""
+        """Empty where there is nothing, or the store fails: [Note: watch]."""
         store = self._store
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(Exception):
             if store is not None and store.check([key]):
                 return str(store.get(key).decode(errors="replace"))
         return ""
 
     def _set(self, key: str, text: str) -> None:
         store = self._store
-        with contextlib.suppress(*_GONE):
+        with contextlib.suppress(Exception):
             if store is not None:
                 store.set(key, text[:MOST_TEXT])
 
@@ -247,8 +251,23 @@ def _begin_looking(watch: Watch) -> None:
 def _look() -> None:
     while not _leaving.wait(LOOK_S):
         for watch in list(_watches):
-            watch.look()
+            _look_safely(watch)
         watch = None  # type: ignore[assignment]  # nothing here keeps it
+
+
+def _look_safely(watch: Watch) -> None:
+    """One look that may fail. Said once for each set of ranks."""
+    try:
+        watch.look()
+    except Exception as error:
+        if not watch.failed:
+            watch.failed = True
+            warnings.warn(
+                f"the thread that looks after the other ranks met {type(error).__name__}: {error}. It goes on, but faults of "
+                "other ranks may be told later than usual",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 @atexit.register
