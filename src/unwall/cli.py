@@ -105,6 +105,7 @@ def plan(
     sequence_tiles: Annotated[
         int | None, typer.Option(help="Parts of the sequence that MLPs run in. Default: as needed.")
     ] = None,
+    states: Annotated[str, typer.Option(help="exact, or lean: 5 bytes per parameter instead of 12.")] = "exact",
     plot: Annotated[Path | None, typer.Option(help="Draw bytes per tier and seconds per resource to this .svg file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the sharding code for each rank, without memory.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Bytes by term, seconds by resource, what lost.")] = False,
@@ -116,7 +117,7 @@ def plan(
             model, gpus=gpus, nodes=nodes, hardware=hardware, batch=batch, seq=seq, device_bytes=device_bytes,
             host_bytes=host_bytes, disk_bytes=disk_bytes, disk=disk, dtype=dtype, clip=clip, objective=objective, vocab=vocab,
             activations=activations, offload_activations=offload_activations, tiles=tiles, sequence_tiles=sequence_tiles,
-            plot=plot, dry_run=dry_run, as_json=as_json, verbose=verbose,
+            states=states, plot=plot, dry_run=dry_run, as_json=as_json, verbose=verbose,
         )  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def train(
     lora_alpha: Annotated[float | None, typer.Option(help="Their scale. Default: twice the rank.")] = None,
     lora_dropout: Annotated[float, typer.Option(help="Dropout in front of them.")] = 0.0,
     lora_targets: Annotated[str, typer.Option(help="Names of modules, separated by commas.")] = "all-linear",
-    states: Annotated[str, typer.Option(help="exact: fp32 master and moments.")] = "exact",
+    states: Annotated[str, typer.Option(help="exact: fp32 master and moments; lean: 5 bytes instead of 12.")] = "exact",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write OUT/tensorboard.")] = False,
     nproc: Annotated[int | None, typer.Option(help="Processes to start on this machine. Under torchrun leave it out.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="A sample that cannot be read ends the run.")] = False,

@@ -76,6 +76,9 @@ class Plan:
     keep_fp32: Callable[[str, nn.Parameter], bool] | None = None
     """Given a parameter's name and the parameter: True to compute with it in fp32 (norms, routers)."""
 
+    states: Literal["exact", "lean"] = "exact"
+    """What AdamW keeps: an fp32 master and moments, or 5 bytes per bf16 parameter instead of 12 (docs/lean.md). What fits is
+    judged by it, and ``AdamW`` does as it says."""
     ignore: Callable[[str, nn.Parameter], bool] | None = None
     """Given a parameter's name and the parameter: True to leave it alone. It stays whole on every rank, its gradient stays in
     ``.grad`` and is not averaged, and an optimizer of your own updates it."""
@@ -109,6 +112,13 @@ class Plan:
         tiles = self.sequence_tiles
         if tiles is not None and (not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1):
             raise PlanError(f"sequence_tiles is a whole number, 1 or more, or None, got {tiles!r}")
+        if self.states not in ("exact", "lean"):
+            raise PlanError(f"states is 'exact' or 'lean', got {self.states!r}")
+        if self.lean and self.compute_dtype is not torch.bfloat16:
+            raise PlanError(
+                f"states='lean' is for compute_dtype=torch.bfloat16, got {self.compute_dtype}: lean states are bf16 parameters "
+                "with one byte more. Write compute_dtype=torch.bfloat16 or states='exact'"
+            )
         if self.partition_activations and self.activations in ("keep", "auto"):
             raise PlanError(
                 f"partition_activations=True with activations={self.activations!r}: parts are kept of the inputs of recomputed "
@@ -185,6 +195,11 @@ class Plan:
         if wanted is not None and not _is_count(wanted):
             raise PlanError(f"tiles gives a whole number, 1 or more, or None, got {wanted!r} for {name}")
         return wanted
+
+    @property
+    def lean(self) -> bool:
+        """Whether ``states`` is ``"lean"``."""
+        return self.states == "lean"
 
     @property
     def reduce_bits(self) -> int | None:

@@ -31,9 +31,10 @@ def test_drops_are_enough_allowed_and_furthest_first(entries, needed, sooner_tha
 
 
 def test_the_next_missing_group_is_the_first_one_ahead():
-    assert next_missing([3, 1, 2], {3}, look_ahead=2) == (1, 1)
-    assert next_missing([3, 1, 2], {3, 1}, look_ahead=2) is None  # 2 is too far ahead
-    assert next_missing([], set(), look_ahead=2) is None
+    assert next_missing([3, 1, 2], {3}) == (1, 1)
+    assert next_missing([3, 1, 2], {3}, first=4) == (1, 5)
+    assert next_missing([3, 1, 2], {1, 2, 3}) is None
+    assert next_missing([], set()) is None
 
 
 def passes(trace, *orders):

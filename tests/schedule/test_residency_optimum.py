@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
-from unwall.schedule.residency import Occupant, choose_drops, next_missing
+from unwall.schedule.residency import Occupant, choose_drops, may_fetch_ahead, next_missing
 from unwall.schedule.trace import Trace
 
 NEVER = 10**9
@@ -47,7 +47,10 @@ class Device:
         if group not in self.held:
             self.waits += 1
             assert self._fetch(group, group, None), "nothing else is in use: there is room for every single group"
-        while (found := next_missing(self.trace.upcoming(), self.held, self.look_ahead)) is not None:
+        while (found := next_missing(self.trace.upcoming(beyond=self.look_ahead), self.held)) is not None:
+            ahead = [self.sizes[index] for index in self.unused - {group}]
+            if not may_fetch_ahead(ahead, self.sizes[found[0]], max(self.sizes), self.look_ahead):
+                break
             if not self._fetch(found[0], group, found[1]):
                 break
         self.served += group in self.unused
@@ -212,12 +215,38 @@ def test_drops_free_enough_exactly_when_that_is_possible(entries, nbytes, uses):
             assert all(far[stays] <= far[goes] for stays, goes in itertools.product(kept, drops))
 
 
-def test_the_next_missing_group_is_the_first_absent_one_within_reach():
+def test_the_next_missing_group_is_the_first_absent_one():
     for length in range(5):
         for upcoming in itertools.product(range(3), repeat=length):
-            for present, look_ahead in itertools.product(subsets(range(3)), range(6)):
-                absent = [(group, at) for at, group in enumerate(upcoming) if group not in present and at < look_ahead]
-                assert next_missing(iter(upcoming), set(present), look_ahead) == (absent[0] if absent else None)
+            for present, first in itertools.product(subsets(range(3)), range(3)):
+                absent = [(group, at) for at, group in enumerate(upcoming, first) if group not in present]
+                assert next_missing(iter(upcoming), set(present), first) == (absent[0] if absent else None)
+
+
+def test_as_much_is_fetched_ahead_as_the_largest_groups_would_be():
+    for ahead in (some for count in range(4) for some in itertools.product(range(1, 5), repeat=count)):
+        for amount, most in itertools.product(range(1, 5), range(3)):
+            fits = sum(ahead) + amount <= 4 * most  # the largest has 4
+            assert may_fetch_ahead(ahead, amount, 4, most) == (len(ahead) < most or (most > 0 and fits))
+            assert may_fetch_ahead(ahead, amount, 4, most) <= (sum(ahead) + amount <= max(4 * most, 4 * len(ahead) + amount))
+
+
+def test_what_comes_next_ends_with_the_pass_or_a_few_uses_later():
+    for order in every_order(3, 5):
+        uses = [group for group, _ in itertools.groupby(order)]
+        trace = Trace()
+        trace.begin("train")
+        for group in uses:
+            trace.record(group)
+        trace.begin("train")
+        for at in range(len(uses) + 1):
+            whole = [*uses[at:], *uses]
+            assert list(trace.upcoming()) == whole
+            for skip, beyond in itertools.product(range(4), range(4)):
+                reach = max(len(uses) - at, beyond)
+                assert list(trace.upcoming(skip, beyond)) == whole[:reach][skip:]
+            if at < len(uses):
+                trace.record(uses[at])
 
 
 def check_trace(passes: Sequence[tuple[str, tuple[int, ...]]], groups: int) -> None:

@@ -48,7 +48,7 @@ def said(place, *more, **options):
         ({"plan": "none.toml"}, "--plan none.toml: no such file"),
         ({"disk": "nowhere"}, "--disk nowhere: no such directory"),
         ({"schedule": "exp"}, "--schedule is one of cosine, linear, constant"),
-        ({"states": "lean"}, "--states lean is not built yet: use --states exact"),
+        ({"states": "thin"}, "--states is exact or lean"),
         ({"batch": 3, "accumulate": 2}, "use a multiple of 2"),
         ({"lr": -1}, "--lr must be a number above 0"),
         ({"device_bytes": "lots"}, "--device-bytes: cannot read 'lots'"),

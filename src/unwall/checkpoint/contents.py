@@ -21,6 +21,7 @@ from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import entry_of, stored_states
 from unwall.checkpoint.spread import parts_of, writes
 from unwall.checkpoint.tree import encode
+from unwall.optim.seen_states import seen_states
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
@@ -160,15 +161,15 @@ class _Builder:
         self._add_lot(group, lot, None, dict.fromkeys(range(len(group.params)), True), frozen)
         if optimizer is None:
             return
-        specs = optimizer.rule.specs(group)
         mine = {id(param) for param in optimizer._params()}
         stored = {slot: stored_states(optimizer, param) for slot, param in enumerate(group.params) if id(param) in mine}
         if all(names is not None and not names for names in stored.values()):
             return
-        for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
-            wanted = {slot: names is None or spec.name in names for slot, names in stored.items()}
+        for state in seen_states(optimizer.rule, optimizer.own, group):
+            wanted = {slot: names is None or state.spec.name in names for slot, names in stored.items()}
             if any(wanted.values()):
-                self._add_lot(group, Lot(store.label, (Held.of(store),)), spec.name, wanted, set())
+                lot = Lot(state.store.label, (Held.of(state.store),), coded=state if state.coded else None)
+                self._add_lot(group, lot, state.spec.name, wanted, set())
 
     def _add_lot(self, group: Group, lot: Lot, state: str | None, wanted: dict[int, bool], frozen: set[int]) -> None:
         for slot, param in enumerate(group.params):

@@ -26,12 +26,12 @@ from unwall.checkpoint.stages import Stages, meet_stages
 from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
 from unwall.optim.adamw import AdamW
+from unwall.optim.seen_states import SeenState, seen_specs, seen_states
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.wrap import Wrapped
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.states import StateSpec
-from unwall.shards.store import Store
 
 
 @dataclass
@@ -125,10 +125,10 @@ def _fresh(engine: Engine, prepared: _Prepared) -> dict[tuple[int, str], Fresh]:
     found = {}
     for group in engine.groups:
         if any(key.owner == optimizer.own.owner for key in group.states):
-            for spec, store, tensors in _states(group, prepared.matched, optimizer):
-                state = fresh_state(group, tensors, store, spec.initial)
+            for seen, tensors in _states(group, prepared.matched, optimizer):
+                state = None if seen.coded else fresh_state(group, tensors, seen.store, seen.spec.initial)
                 if state is not None:
-                    found[group.index, spec.name] = state
+                    found[group.index, seen.spec.name] = state
     return found
 
 
@@ -219,22 +219,20 @@ def _goals(engine: Engine, restorer: Restorer, prepared: _Prepared) -> Iterator[
     matched, optimizer = prepared.matched, prepared.optimizer
     for group in reversed(engine.groups):
         if optimizer is not None:
-            for spec, store, states in _states(group, matched, optimizer):
-                if (group.index, spec.name) not in prepared.read:
-                    yield restorer.state(group, states, store, spec.initial)
+            for state, tensors in _states(group, matched, optimizer):
+                if (group.index, state.spec.name) not in prepared.read:
+                    yield restorer.state(group, tensors, state)
         yield restorer.master(group, {slot: matched.params[id(param)] for slot, param in enumerate(group.params)})
 
 
-def _states(
-    group: Group, matched: Matched, optimizer: ShardedOptimizer
-) -> Iterator[tuple[StateSpec, Store, dict[int, Tensor]]]:
+def _states(group: Group, matched: Matched, optimizer: ShardedOptimizer) -> Iterator[tuple[SeenState, dict[int, Tensor]]]:
     """Every state that an optimizer keeps of a group, and of each slot that is in the checkpoint its tensor."""
     kept = any(key.owner == optimizer.own.owner for key in group.states)  # not of frozen parameters
-    stepped = any((id(param), spec.name) in matched.states for param in group.params for spec in optimizer.rule.specs(group))
-    specs = optimizer.rule.specs(group) if kept or stepped else ()
-    for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
-        found = {slot: matched.states.get((id(param), spec.name)) for slot, param in enumerate(group.params)}
-        yield spec, store, {slot: tensor for slot, tensor in found.items() if tensor is not None}
+    names = [spec.name for spec in seen_specs(optimizer.rule, group)]
+    stepped = any((id(param), name) in matched.states for param in group.params for name in names)
+    for state in seen_states(optimizer.rule, optimizer.own, group) if kept or stepped else ():
+        found = {slot: matched.states.get((id(param), state.spec.name)) for slot, param in enumerate(group.params)}
+        yield state, {slot: tensor for slot, tensor in found.items() if tensor is not None}
 
 
 def _keep_more(optimizer: Wrapped, matched: Matched) -> None:

@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from unwall.native.lean import BLOCK
 from unwall.native.library import DiskError
 from unwall.native.memory import HostMemory
+from unwall.optim.seen_states import SeenState
 from unwall.shards.group import Group
+from unwall.shards.master import whole_remainder
 from unwall.shards.states import MASTER, REMAINDER
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, DiskBlock, MemoryBlock
 from unwall.tiers.disk import named
+from unwall.tiers.sizes import align_up
 from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
@@ -61,10 +65,18 @@ class Lot:
     """One, or the two halves of a split master."""
     spans: list[Span] = field(default_factory=list)
     """In the order of their elements, and of the file."""
+    coded: SeenState | None = None
+    """What is kept in another form than it is written in."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if len(self.held) == 2 else self.held[0].dtype
+        return torch.float32 if len(self.held) == 2 or self.coded is not None else self.held[0].dtype
+
+    def seen(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A chunk as it is written. Both halves of a split master have 16 bits."""
+        if self.coded is not None:
+            return [self.coded.decode(parts[0])]
+        return parts if len(parts) == 1 else [parts[0], whole_remainder(parts[1])]
 
 
 def master_lot(group: Group) -> Lot:
@@ -97,7 +109,7 @@ class LotReader:
                 low, high = chunks.popleft()
                 coming.append(((low, high), [self._begin(lot, held, low, high) for held in lot.held]))
             (low, high), arrivals = coming.popleft()
-            parts = [arrival.finish() for arrival in arrivals]
+            parts = lot.seen([arrival.finish() for arrival in arrivals])
             while position < len(lot.spans) and lot.spans[position].start < high:
                 span = lot.spans[position]
                 start, end = max(span.start, low), min(span.start + span.numel, high)
@@ -180,7 +192,7 @@ def _chunks(spans: list[Span]) -> Iterator[tuple[int, int]]:
     """Runs of at most ``CHUNK_ELEMENTS`` that hold all spans; each begins at a multiple of a page in every dtype."""
     if not spans:
         return
-    end = spans[-1].start + spans[-1].numel
+    end = align_up(spans[-1].start + spans[-1].numel, BLOCK)  # what is kept in blocks is read in whole ones
     low = spans[0].start // 4096 * 4096
     while low < end:
         high = min(low + CHUNK_ELEMENTS, end)

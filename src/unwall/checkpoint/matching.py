@@ -10,6 +10,7 @@ from unwall.checkpoint.manifest import Manifest, Tensor
 from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import check_entry
 from unwall.checkpoint.stages import Stages
+from unwall.optim.seen_states import seen_specs
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
 
@@ -68,7 +69,7 @@ def _match_states(manifest: Manifest, optimizer: ShardedOptimizer, names: Names,
         if saved is None:
             continue
         group = optimizer.places(param)[0][1]
-        dtypes = {spec.name: spec.dtype for spec in optimizer.rule.specs(group)}
+        dtypes = {spec.name: spec.dtype for spec in seen_specs(optimizer.rule, group)}
         for state in saved.get("stored", list(dtypes)):
             tensor = states.get((name, state))
             if tensor is None:

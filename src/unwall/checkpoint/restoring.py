@@ -15,9 +15,10 @@ from unwall.checkpoint.reader import THREADS, CheckpointFiles, Wanted
 from unwall.checkpoint.spread import parts_of
 from unwall.native.library import DiskError
 from unwall.native.memory import HostMemory
+from unwall.optim.seen_states import SeenState
 from unwall.shards.group import Group
 from unwall.shards.layout import Segment
-from unwall.shards.master import make_master, rounded
+from unwall.shards.master import make_master, rounded, split_into
 from unwall.shards.states import MASTER, REMAINDER
 from unwall.shards.store import Store
 from unwall.tiers.block import DiskBlock, MemoryBlock
@@ -112,11 +113,13 @@ class Restorer:
 
         return Goal(group, tensors, wide, 0.0, put)
 
-    def state(self, group: Group, tensors: Mapping[int, Tensor], store: Store, initial: float) -> Goal:
+    def state(self, group: Group, tensors: Mapping[int, Tensor], state: SeenState) -> Goal:
         """An optimizer's state of a group."""
-        held = Held.of(store)
+        held = Held.of(state.store)
+        if state.coded:
+            return Goal(group, tensors, state.spec.dtype, state.spec.initial, partial(self._put_coded, held, state))
         put = partial(self._put, held)
-        return Goal(group, tensors, store.dtype, initial, put, _host_run(held))
+        return Goal(group, tensors, state.store.dtype, state.spec.initial, put, _host_run(held))
 
     def load(self, goals: Iterator[Goal]) -> None:
         """Reads ahead with several threads, and puts one chunk after the other."""
@@ -184,9 +187,22 @@ class Restorer:
         self._put(rest, start, remainder)
 
     def _split(self, half: torch.Tensor, remainder: torch.Tensor, values: torch.Tensor) -> None:
-        pool = self._tiers.host.pool
-        assert pool is not None
-        pool.split(half.data_ptr(), remainder.data_ptr(), values.data_ptr(), values.numel(), keep=(values,)).wait()
+        split_into(half[: values.numel()], remainder[: values.numel()], values, self._tiers.host.pool)
+
+    def _put_coded(self, held: Held, state: SeenState, start: int, values: torch.Tensor) -> None:
+        """Changes what is kept of these elements. Chunks begin with a block, and the owned run ends with one."""
+        if isinstance(held.block, MemoryBlock):
+            state.encode(held.block.view(held.dtype)[start : start + values.numel()], values)
+            return
+        assert isinstance(held.block, DiskBlock)
+        assert self._tiers.disk is not None
+        nbytes = values.numel() * held.dtype.itemsize
+        kept = _memory(align_up(nbytes))
+        for ticket in self._tiers.disk.read(held.block, start * held.dtype.itemsize, kept.data_ptr(), nbytes, keep=kept):
+            ticket.wait()
+        codes = kept[:nbytes].view(held.dtype)
+        state.encode(codes, values)
+        self._put(held, start, codes)
 
     def _put(self, held: Held, start: int, values: torch.Tensor) -> None:
         start += held.start

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 FILE_NAME = "libunwall_native.so"
 
 Handle = ctypes.c_uint64

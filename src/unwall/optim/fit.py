@@ -37,9 +37,9 @@ def _sizes(engine: Engine, group: Group, rule: UpdateRule | None, own: OwnStates
     trainable = rule is not None or any(param.requires_grad for param in group.params)
     held = sum(store.nbytes for store in others.values()) // max(1, group.own_numel)
     if trainable or any(key.owner == GROUP for key in group.states):
-        held += bytes_per_element(master_specs(group.layout.dtype))
+        held += bytes_per_element(master_specs(group.layout.dtype, group.lean))
     if rule is not None:
         held += bytes_per_element(rule.specs(group))
     elif trainable and not others:
-        held += bytes_per_element(adamw_specs(group.layout.dtype))
+        held += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
     return group_sizes(group.layout, held, trainable, engine.plan, engine.ranks.size)

@@ -11,8 +11,8 @@ from unwall.optim.runs import Run
 from unwall.optim.updates import Factor
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
-from unwall.shards.master import make_master
-from unwall.shards.states import PARAM, StateKey, master_specs
+from unwall.shards.master import make_master, set_lean
+from unwall.shards.states import GROUP, LEAN_MOMENTS, PARAM, StateKey, adamw_specs, master_specs
 from unwall.shards.store import Store
 from unwall.tiers.sizes import ALIGNMENT
 
@@ -28,8 +28,22 @@ def make_states(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey
                 f"group {group.name} has its states on disk, but {spec.name!r} in {spec.dtype} is too narrow to be read in "
                 "whole sectors: keep it in 2 bytes or more, or place the group on host or device"
             )
+    _agree_on_lean(group, LEAN_MOMENTS in specs, own)
     make_master(group)
     return own.stores(group, specs)
+
+
+def _agree_on_lean(group: Group, lean: bool, own: OwnStates) -> None:
+    """A group's master has as many bits as its optimizer's states need."""
+    if group.lean == lean or group.layout.dtype is not torch.bfloat16:
+        return
+    others = {key.name for key in group.states if key.owner not in (GROUP, own.owner)}
+    if LEAN_MOMENTS.name in others or (lean and others & {spec.name for spec in adamw_specs(torch.float32)}):
+        raise ValueError(
+            f"another optimizer keeps {'exact' if lean else 'lean'} states of group {group.name}: give both the same states, "
+            "or delete the other one first"
+        )
+    set_lean(group, lean)
 
 
 def stores_of(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey, Store]:
@@ -37,7 +51,7 @@ def stores_of(group: Group, rule: UpdateRule, own: OwnStates) -> dict[StateKey, 
     found = make_states(group, rule, own)
     if group.param is not None:
         found[PARAM] = group.param
-    return {**found, **{spec.key(): group.store(spec) for spec in master_specs(group.layout.dtype)}}
+    return {**found, **{spec.key(): group.store(spec) for spec in master_specs(group.layout.dtype, group.lean)}}
 
 
 def settle(group: Group) -> None:

@@ -1,11 +1,13 @@
 """The states of one parameter, to read and to set by hand."""
 
 from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from unwall.optim.seen_states import SeenState, seen_states
 from unwall.runtime.elements import RunOf, is_local, part_of, put, put_part, shape_of, whole_of
 from unwall.runtime.whole import put_whole
 from unwall.shards.group import Group
@@ -82,7 +84,8 @@ class ParamStates(MutableMapping[str, Any]):
                 put_whole(self._engine, self._param, value)
         else:
             self._changed()
-            put(self._engine, self._places, self._writer(name), value)
+            with self._writer(name) as run_of:
+                put(self._engine, self._places, run_of, value)
         self._engine.groups[0].pending.staging.close()
 
     def __delitem__(self, name: str) -> None:
@@ -99,7 +102,8 @@ class ParamStates(MutableMapping[str, Any]):
         self._look(name)
         self._changed()
         if name != MASTER:
-            put_part(self._engine, self._places, self._writer(name), value)
+            with self._writer(name) as run_of:
+                put_part(self._engine, self._places, run_of, value)
         else:
             whole = part_of(self._engine, self._places, self._reader(name))
             if value.numel() != whole.numel():
@@ -134,12 +138,24 @@ class ParamStates(MutableMapping[str, Any]):
     def _reader(self, name: str) -> RunOf:
         if name == MASTER:
             return read_master
-        return lambda group: self._run(group, name, write=False)
+        return lambda group: self._state(group, name).read()
 
-    def _writer(self, name: str) -> RunOf:
-        return lambda group: self._run(group, name, write=True)
+    @contextmanager
+    def _writer(self, name: str) -> Iterator[RunOf]:
+        """What is kept in another form than it is seen in is written at the end."""
+        coded: list[tuple[SeenState, torch.Tensor]] = []
 
-    def _run(self, group: Group, name: str, write: bool) -> torch.Tensor:
+        def run_of(group: Group) -> torch.Tensor:
+            state = self._state(group, name)
+            if not state.coded:
+                return state.store.tensor()
+            coded.append((state, state.read()))
+            return coded[-1][1]
+
+        yield run_of
+        for state, values in coded:
+            state.encode(state.store.tensor(), values)
+
+    def _state(self, group: Group, name: str) -> SeenState:
         optimizer = self._optimizer
-        spec = next(spec for spec in optimizer.rule.specs(group) if spec.name == name)
-        return optimizer.own.stores(group, [spec])[spec.key(optimizer.own.owner)].tensor(write)
+        return next(state for state in seen_states(optimizer.rule, optimizer.own, group) if state.spec.name == name)

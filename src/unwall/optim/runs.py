@@ -25,7 +25,7 @@ def runs_of(segments: Iterable[Segment], keys: Mapping[int, Hashable], gap: int)
         if segment.slot not in keys:
             continue
         key, start, end = keys[segment.slot], segment.shard_start, segment.shard_start + segment.numel
-        if found and found[-1].key == key and start - found[-1].end < gap:
+        if found and (found[-1].key is key or found[-1].key == key) and start - found[-1].end < gap:
             found[-1] = Run(found[-1].start, end, key)
         else:
             found.append(Run(start, end, key))

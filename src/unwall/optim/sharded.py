@@ -22,9 +22,10 @@ from unwall.optim.param_states import ParamNumbers, ParamStates
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
+from unwall.optim.seen_states import seen_specs
 from unwall.optim.updates import Factor, HostUpdate
 from unwall.runtime.engine import Engine
-from unwall.runtime.hooks import engine_of
+from unwall.runtime.hooks import engine_of, owners
 from unwall.runtime.newcomers import take_in_with
 from unwall.shards.group import Group
 
@@ -59,6 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clip: torch.Tensor | None = None
         """What ``clip_grad_norm_`` has put off until the step: the factor."""
         self._warned = False
+        self._known_engines: tuple[object, list[weakref.ref[Engine]]] = (None, [])
         super().__init__(params, defaults)
         self.state = defaultdict(ParamNumbers)
         self.own = own_states(self)
@@ -236,12 +238,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _count_params(self, held: list[Held]) -> None:
         """One more step of every parameter that is updated, in however many slots it lies."""
-        for param in {engine.groups[index].params[slot] for engine, index, slots in held for slot in slots}:
-            self.state[param]["step"] = self.state[param].get("step", 0) + 1
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of a class that asks are hashed
+            for param in {engine.groups[index].params[slot] for engine, index, slots in held for slot in slots}:
+                numbers = self.state[param]
+                numbers["step"] = numbers.get("step", 0) + 1
 
     def _tensor_names(self, param: nn.Parameter) -> list[str]:
         """The states that have an element for each of a parameter's."""
-        return list(dict.fromkeys(spec.name for _, group, _ in self.places(param) for spec in self.rule.specs(group)))
+        specs = (spec for _, group, _ in self.places(param) for spec in seen_specs(self.rule, group))
+        return list(dict.fromkeys(spec.name for spec in specs))
 
     def _numbers_of(self, param: nn.Parameter) -> dict[str, Any]:
         """What else is kept of a parameter."""
@@ -255,8 +260,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def engines(self) -> list[Engine]:
         """The sharded models whose parameters this optimizer updates."""
-        found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
-        return list(found.values())
+        key = (
+            owners.version,
+            [(len(mine := group["params"]), *map(id, mine[:1]), *map(id, mine[-1:])) for group in self.param_groups],
+        )
+        if self._known_engines[0] != key:
+            found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
+            self._known_engines = key, [weakref.ref(engine) for engine in found.values()]
+        return [engine for engine in (known() for known in self._known_engines[1]) if engine is not None]
 
     @staticmethod
     def _engine_of(param: nn.Parameter) -> Engine:
@@ -276,11 +287,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _held(self) -> Iterator[tuple[Engine, int, set[int]]]:
         """Groups with gradients of this optimizer's parameters, and which slots those are."""
         mine: dict[tuple[int, int], tuple[Engine, set[int]]] = {}
-        for param in self._params():
-            for engine, group, slot in self.places(param):
-                gradient = engine.gradients[group.index]
-                if slot in gradient.present or slot in gradient.pending:
-                    mine.setdefault((id(engine), group.index), (engine, set()))[1].add(slot)
+        there: dict[int, list[set[int]]] = {}
+        for engine in self.engines():
+            there[id(engine)] = [gradient.present | gradient.pending for gradient in engine.gradients]
+        for param in self._params() if any(map(any, there.values())) else ():
+            engine = self._engine_of(param)
+            for index, slot in engine.places[id(param)]:
+                if slot in there[id(engine)][index]:
+                    mine.setdefault((id(engine), index), (engine, set()))[1].add(slot)
         for (_, index), (engine, slots) in sorted(mine.items(), key=lambda item: item[0][1]):
             yield engine, index, slots
 

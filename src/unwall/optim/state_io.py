@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from unwall.optim.option_check import check_finite, check_options, check_step
+from unwall.optim.seen_states import seen_specs, seen_states
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
 from unwall.runtime.whole import whole_run
@@ -46,17 +48,17 @@ def whole_states(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
             continue
         for number, param, _ in stepped:
             found.setdefault(number, {"step": torch.tensor(float(optimizer.state[param]["step"]))})
-        for key, store in optimizer.own.stores(group, optimizer.rule.specs(group)).items():
+        for state in seen_states(optimizer.rule, optimizer.own, group):
             with engine.executor.prepared("state_dict of the optimizer"):
-                owned = store.tensor(write=False)
+                owned = state.read()
             whole = whole_run(engine, group, owned)
             for number, _, slot in stepped:
                 if whole is not None:
                     place = group.layout.slots[slot]
-                    if key.name not in found[number]:
-                        found[number][key.name] = torch.empty(place.shape, dtype=whole.dtype)
-                    place.range_of(found[number][key.name].view(-1)).copy_(whole[place.offset : place.end])
-            store.go_back()  # one state of one group is out at a time
+                    if state.spec.name not in found[number]:
+                        found[number][state.spec.name] = torch.empty(place.shape, dtype=whole.dtype)
+                    place.range_of(found[number][state.spec.name].view(-1)).copy_(whole[place.offset : place.end])
+            state.store.go_back()  # one state of one group is out at a time
     _join_tensor_ranks(optimizer, found)
     first = all(engine.is_first for engine in optimizer.engines())
     return {number: found[number] for number in sorted(found)} if first else {}
@@ -122,7 +124,7 @@ def check_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]],
             if entry is None:
                 continue
             name = group.layout.slots[slot].name
-            for state in ("step", *(spec.name for spec in optimizer.rule.specs(group))):
+            for state in ("step", *(spec.name for spec in seen_specs(optimizer.rule, group))):
                 what = f"the optimizer state {state!r} of parameter {number} ({name})"
                 if state not in entry:
                     if strict or state == "step":
@@ -152,19 +154,22 @@ def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, A
         touched = [member for member in members if member.number in states or "step" in optimizer.state.get(member.param, {})]
         if not touched:
             continue  # they never had any
-        specs = optimizer.rule.specs(group)
         group.generation += 1
-        for spec, store in zip(specs, optimizer.own.stores(group, specs).values(), strict=True):
-            target = store.tensor()
-            for number, _, slot in touched:
-                put_whole_state(group, slot, target, states.get(number, {}).get(spec.name, spec.initial))
-            store.go_back()
+        for state in seen_states(optimizer.rule, optimizer.own, group):
+            values = {slot: states.get(number, {}).get(state.spec.name, state.spec.initial) for number, _, slot in touched}
+            state.change(partial(_put_all, group, values))
+            state.store.go_back()
         left += touched
     for number, param, _ in left:
         if number in states:
             optimizer.state[param]["step"] = int(states[number]["step"])
         else:
             optimizer.state.pop(param, None)
+
+
+def _put_all(group: Group, values: dict[int, torch.Tensor | float], target: torch.Tensor) -> None:
+    for slot, value in values.items():
+        put_whole_state(group, slot, target, value)
 
 
 def put_whole_state(group: Group, slot: int, target: torch.Tensor, value: torch.Tensor | float) -> None:

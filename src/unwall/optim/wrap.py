@@ -83,6 +83,8 @@ class Wrapped(ShardedOptimizer):
         for engine in self.engines():
             places = [place for param in self._params() if param.requires_grad for place in self.places(param)]
             groups = [group for owner, group, _ in places if owner is engine]
+            if engine.plan.lean:
+                raise ValueError("Plan(states='lean') is for unwall.AdamW: write Plan(states='exact') for unwall.wrap")
             make_room(engine, groups, self.rule, self.own, type(self.inner).__name__)
         self._make_states()
 

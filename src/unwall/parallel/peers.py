@@ -104,7 +104,7 @@ class Peers:
         engine = self._engine()
         if engine is None or not (engine.forward.on_stack or engine.backward.running or engine.forward.long is not None):
             return None
-        frame = sys._current_frames().get(engine.forward._thread)
+        frame = sys._current_frames().get(engine.forward.thread)
         return None if frame is None else (id(frame), frame.f_lasti)
 
 

@@ -99,17 +99,21 @@ def choose(
     tiles: int | None = None,
     sequence_tiles: int | None = None,
     compare: bool = False,
+    states: str = "exact",
 ) -> ChosenPlan:
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
     ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``, and so are ``tiles`` and
     ``sequence_tiles``; None of the latter: only where activations of one sample do not fit otherwise. ``kept``: what may become
     of activations. ``compare``: each of those is predicted for the placement that was chosen.
+    ``states``: as in ``Plan``.
     """
     check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
-    dtype = dtype_of(hardware, compute_dtype)
+    if states not in ("exact", "lean"):
+        raise PlanError(f"states is 'exact' or 'lean', got {states!r}")
+    dtype = dtype_of(hardware, torch.bfloat16 if states == "lean" and compute_dtype is None else compute_dtype)
     if ranks > 1 and not hardware.ceilings(dtype_name(dtype)).collective_bytes_per_s:
         raise PlanError(f"{ranks} ranks, but {hardware.name} says nothing about what lies between them: collective_bytes_per_s")
     allowance = allowance_of(hardware, device_bytes, host_bytes, disk_bytes, directory)
@@ -117,6 +121,8 @@ def choose(
     for cut in _cuts(outline, sequence_tiles):
         whole = Workload(seq=seq, clip=clip, sequence_tiles=cut, item_bytes=dtype.itemsize)
         listed = list(candidates(ranks, per_rank, whole, allowance, kept, tiles))
+        if states != "exact":
+            listed = [dataclasses.replace(found, fields={**found.fields, "states": states}) for found in listed]
         search = Search(outline, hardware, ranks, allowance, dtype)
         search.run(listed, stop_early=objective == "speed")
         smallest.append(listed[-1])

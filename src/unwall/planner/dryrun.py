@@ -192,7 +192,7 @@ def _formula(layouts: Sequence[Layout], plan: Plan, ranks: int, padded: bool = F
     total = 0.0
     for layout in layouts:
         item = layout.dtype.itemsize
-        states = bytes_per_element((*master_specs(layout.dtype), *adamw_specs(layout.dtype)))
+        states = bytes_per_element((*master_specs(layout.dtype, plan.lean), *adamw_specs(layout.dtype, plan.lean)))
         numel = layout.numel + (len(layout.slots) * SLOT_BYTES // item + ALIGNMENT // 2 * ranks if padded else 0)
         total += numel * item / (ranks if plan.stage == 3 else 1)
         total += numel * states / (ranks if plan.stage > 0 else 1)

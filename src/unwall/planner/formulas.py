@@ -17,6 +17,8 @@ MASTER_UPDATE_TRAFFIC_BYTES = 28
 """Host memory traffic of one parameter's AdamW update with an fp32 master beside a bf16 copy."""
 SPLIT_UPDATE_TRAFFIC_BYTES = 26
 """The same with the split master: reads g2 hi2 lo2 m4 v4, writes hi2 lo2 m4 v4."""
+LEAN_UPDATE_TRAFFIC_BYTES = 12
+"""The same with lean states: reads g2 hi2 lo1 mv2, writes hi2 lo1 mv2."""
 
 
 def _check(**values: float) -> None:

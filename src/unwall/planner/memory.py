@@ -17,6 +17,7 @@ from unwall.shards.states import adamw_specs, bytes_per_element
 from unwall.tiers.ledger import TierName
 
 MOMENT_BYTES = bytes_per_element(adamw_specs(torch.float32))
+LEAN_MOMENT_BYTES = bytes_per_element(adamw_specs(torch.bfloat16, lean=True))
 TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "moments"
 WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
@@ -32,8 +33,9 @@ Terms = dict[TierName, dict[str, int]]
 def terms_of(job: Job) -> Terms:
     """What one rank holds on each tier, at most, with the activations beside it."""
     found: Terms = {tier: {} for tier in TIERS}
-    for size, home in zip(job.sizes, job.homes, strict=True):
-        for tier, name, nbytes in _held(size, home, job.workload.passes):
+    for size, home, (_, layout) in zip(job.sizes, job.homes, job.planned, strict=True):
+        lean = job.plan.lean and layout.dtype is torch.bfloat16
+        for tier, name, nbytes in _held(size, home, job.workload.passes, LEAN_MOMENT_BYTES if lean else MOMENT_BYTES):
             found[tier][name] = found[tier].get(name, 0) + nbytes
     _add_working(job, found)
     found["host"][SHADOWS] = sum(shadow_bytes(job.sizes[index]) for index in job.shadowed)
@@ -45,9 +47,9 @@ def terms_of(job: Job) -> Terms:
     return {tier: {name: nbytes for name, nbytes in terms.items() if nbytes} for tier, terms in found.items()}
 
 
-def _held(size: Sizes, home: Home, passes: int) -> list[tuple[TierName, str, int]]:
+def _held(size: Sizes, home: Home, passes: int, moment_bytes: int) -> list[tuple[TierName, str, int]]:
     """Where each state of one group lies."""
-    moments = MOMENT_BYTES * size.own_numel if size.trainable else 0
+    moments = moment_bytes * size.own_numel if size.trainable else 0
     params = size.shard_bytes if home.tier == "host" or not size.whole else size.flat_bytes
     rows: list[tuple[TierName, str, int]] = [
         (home.params, PARAMETERS, params),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unwall.planner.formulas import MASTER_UPDATE_TRAFFIC_BYTES, SPLIT_UPDATE_TRAFFIC_BYTES, Ceilings
+from unwall.planner.formulas import LEAN_UPDATE_TRAFFIC_BYTES, MASTER_UPDATE_TRAFFIC_BYTES, SPLIT_UPDATE_TRAFFIC_BYTES, Ceilings
 from unwall.planner.hardware import Hardware
 from unwall.planner.outline import Stretch
 
@@ -26,8 +26,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def update_bytes(dtype: torch.dtype) -> int:
+def update_bytes(dtype: torch.dtype, lean: bool = False) -> int:
     """Memory traffic of one parameter's AdamW update."""
+    if lean and dtype is torch.bfloat16:
+        return LEAN_UPDATE_TRAFFIC_BYTES
     return SPLIT_UPDATE_TRAFFIC_BYTES if dtype is torch.bfloat16 else MASTER_UPDATE_TRAFFIC_BYTES
 
 

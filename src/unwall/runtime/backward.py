@@ -36,9 +36,8 @@ class Arrived:
     def __init__(self, backward: "Backward") -> None:
         self._backward = weakref.ref(backward)
 
-    def __call__(self, param: torch.Tensor) -> None:
+    def __call__(self, param: nn.Parameter) -> None:
         backward = self._backward()
-        assert isinstance(param, nn.Parameter)
         if backward is None:
             return
         try:
@@ -84,6 +83,8 @@ class Backward:
         """By graph task: the node that reads now, or read last, by its number, and the groups it was given tensors of."""
         executor.pins.being_read = self._being_read
         self._hooked: set[int] = set()
+        self.arrivals = 0
+        """Gradients that have come, ever."""
         self._on_gradient = Arrived(self)
 
     # -- what forward announces ---------------------------------------------------------------------------------------
@@ -147,6 +148,11 @@ class Backward:
         """A call inside a backward: a checkpoint recomputes."""
         self._note_task()
 
+    @interrupts.defers
+    def begin(self) -> None:
+        """A backward has come to the model."""
+        self._note_task()
+
     # -- what backward reads ------------------------------------------------------------------------------------------
 
     def begins(self, call: Call) -> None:
@@ -155,13 +161,12 @@ class Backward:
         if call.task != task:  # a graph may be used by several backwards
             call.task = task
             for index, slot in call.places:
-                awaited = self._awaiting[index]
-                if slot not in awaited:  # several forwards came first: what the backwards before this one brought comes again
-                    gradient = self._gradients[index]
-                    awaited |= (gradient.present | gradient.pending) - gradient.arrived
-                    awaited.add(slot)
+                if slot not in self._awaiting[index]:
+                    self._await_again(index, slot)
         for index in call.groups:
             self.pin(index)
+        for index in call.marked:
+            self._executor.mark(index)
         if not call.started:
             call.started = True
             if call.open_nodes:
@@ -214,30 +219,46 @@ class Backward:
         grad = self._take_grad(param)
         if grad is None:
             return
-        self._note_task()
+        if torch._C._current_graph_task_id() not in self._tasks:
+            self._note_task()
+        self.arrivals += 1
         places = self._places[id(param)]
         for place in places:
             self._arriving(place.group)
-        with torch.no_grad():
-            grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
-        for place in places:
-            self._take(place, grad)
+        if torch.is_grad_enabled():  # with create_graph
+            with torch.no_grad():
+                self._take_all(param, places, grad)
+        else:
+            self._take_all(param, places, grad)
         self._hand_out()
 
-    def _take(self, place: Place, grad: torch.Tensor) -> None:
-        index, slot = place
-        gradient = self._gradients[index]
-        self._executor.make_room_before(gradient.flat_bytes, keep=index)
-        self._executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
-        with torch.no_grad():
-            gradient.take(slot, grad)
+    def _take_all(self, param: nn.Parameter, places: tuple[Place, ...], grad: torch.Tensor) -> None:
+        grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
+        for index, slot in places:
+            self._take(index, slot, grad)
+
+    def _take(self, index: int, slot: int, grad: torch.Tensor) -> None:
+        gradient, executor = self._gradients[index], self._executor
+        nbytes = gradient.flat_bytes
+        if not executor.fits(nbytes):
+            executor.make_room_before(nbytes, keep=index)
+            executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
+        gradient.take(slot, grad)
         awaited = self._awaiting[index]
-        was_last = awaited == {slot}
+        if slot not in awaited and slot in gradient.present:
+            self._await_again(index, slot)
+        was_last = len(awaited) == 1 and slot in awaited
         awaited.discard(slot)
         if was_last:
             if self.sync:
-                self._executor.reduce(index)
+                executor.reduce(index)
             self._unpin_if_done(index)
+
+    def _await_again(self, index: int, slot: int) -> None:
+        """Several forwards came first, and what the backwards before this one brought comes again."""
+        gradient = self._gradients[index]
+        self._awaiting[index] |= (gradient.present | gradient.pending) - gradient.arrived
+        self._awaiting[index].add(slot)
 
     def take_tile(self, param: nn.Parameter, place: Place, use: int, write: Write) -> None:
         """A part of a tile's gradient is known: ``write`` puts it into its place."""

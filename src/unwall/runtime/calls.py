@@ -1,6 +1,7 @@
 """Module calls: running (on the stack), and finished with a backward that may come."""
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from torch import nn
@@ -12,13 +13,15 @@ from unwall.runtime.saved import Pair
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("caller", "groups", "module", "places", "saved")
+    __slots__ = ("caller", "groups", "marked", "module", "places", "saved")
 
     def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module
         self.caller = caller
         """Of the outermost call: the Python frame that makes it."""
         self.groups: list[int] = []
+        self.marked: list[int] = []
+        """Groups that stay anyway, while a time line wants to know of them."""
         self.places: set[Place] = set()
         """Trainable parameters it reads."""
         self.saved = saved
@@ -36,10 +39,12 @@ def is_running(frame: FrameType | None) -> bool:
 class Call:
     """A finished forward call whose backward may come."""
 
-    __slots__ = ("frozen", "groups", "open_nodes", "places", "started", "task")
+    __slots__ = ("frozen", "groups", "marked", "open_nodes", "places", "started", "task")
 
-    def __init__(self, groups: tuple[int, ...], frozen: tuple[int, ...], places: set[Place]) -> None:
+    def __init__(self, groups: Sequence[int], frozen: Sequence[int], places: set[Place], marked: Sequence[int] = ()) -> None:
         self.groups = groups
+        """Those that come and go: its backward needs them here."""
+        self.marked = marked
         self.places = places
         self.task = -1
         self.frozen = frozen

@@ -21,6 +21,11 @@ class ComputeLane:
         self._entered: tuple[float, torch.cuda.Event | None, str] | None = None
         self._left: tuple[float, torch.cuda.Event | None] | None = None
 
+    @property
+    def watching(self) -> bool:
+        """Whether the time line is on."""
+        return self._links.timeline.spans is not None
+
     def leave(self) -> None:
         """Compute queued so far belongs to the group that was entered last."""
         if self._links.timeline.spans is None:

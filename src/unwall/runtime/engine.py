@@ -92,7 +92,7 @@ class Engine:
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
-        self.turn = Turn(ranks.size, lambda: self.executor.trace.position)
+        self.turn = Turn(ranks.size, lambda: (self.executor.trace.position, self.forward.lookups, self.backward.arrivals))
         """Which thread uses the model."""
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
@@ -206,8 +206,9 @@ class Engine:
 
     def _hand_out(self) -> None:
         """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
-        for index in self.executor.take_reduced() if self.replicas is None else ():
-            self._tell(self.listeners, index)
+        if self.executor.has_reduced and self.replicas is None:
+            for index in self.executor.take_reduced():
+                self._tell(self.listeners, index)
         if not self.backward.running and self.forward.long is None:
             self.shown.show()
 

@@ -1,8 +1,15 @@
-"""The calls of a sharded model's modules: which groups they read, and what their backward will need."""
+"""The calls of a sharded model's modules: which groups they read, and what their backward will need.
+
+[Note: quiet passes]
+Hooks sit on every module, because each may be the one that the user calls, and the outermost call begins and ends a pass. For
+the calls inside it there is something to do only where groups come and go, where ranks agree on collectives, where saved
+tensors go through layers of ours, or where a time line wants to know. Otherwise the pass is *quiet*: all groups are opened when
+it begins, and the hooks inside return at once. A lookup of a trainable parameter still says that its gradient is awaited.
+"""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import current_thread, get_ident
 from types import FrameType
 from typing import Any
@@ -47,10 +54,20 @@ class Forward:
         self._backward = backward
         self._beginning = beginning
         self._turn = turn
-        self._frames: list[Frame] = []
+        self.frames: list[Frame] = []
+        """The calls on the stack."""
         self._handled = 0  # id of the exception in whose handler the outermost call was made
-        self._thread = 0
+        self.thread = 0
         """Whose calls they are."""
+        self.quiet = False
+        """Every group stays, and nothing is saved for autograd in a way of ours: calls inside the outermost one mean nothing.
+        See [Note: quiet passes]."""
+        self.outermost: nn.Module | None = None
+        """Of a quiet pass: the module whose call it is."""
+        self.lookups = 0
+        """Parameters that quiet passes have looked up, ever."""
+        self._frozen: dict[int, bool] = {}
+        """Whether a group has frozen parameters, as far as this pass has asked."""
         self.long: int | None = None
         """Inside ``Engine.one_pass``: how many forwards there were. They are one pass to the trace."""
 
@@ -58,27 +75,30 @@ class Forward:
     def running(self) -> bool:
         """Whether a parameter that is looked up now may be read for the model: a call is on the stack, or a checkpoint
         recomputes something of a call that has ended."""
-        return bool(self._frames) or torch._C._current_graph_task_id() != -1
+        return bool(self.frames) or torch._C._current_graph_task_id() != -1
 
     @property
     def on_stack(self) -> bool:
         """Whether a call has begun and nobody has said that it has ended."""
-        return bool(self._frames)
+        return bool(self.frames)
 
     def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
-        if self._frames:
-            if self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
+        outermost = not self.frames
+        if self.frames:
+            if self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
                 self.forget_interrupted()
                 self._turn.begin("a forward", _caller())  # returns when theirs are over
-                self._frames.clear()
-            elif module is self._frames[0].module:
+                self.frames.clear()
+            elif module is self.frames[0].module:
                 self.forget_interrupted()
+            outermost = not self.frames
         pair = caller = None
-        if self._frames:
+        if not outermost:
             if self.saved.watching:
                 self.saved.cover()
         else:
+            self.quiet = False
             caller = _caller()
             if torch._C._current_graph_task_id() == -1:
                 if not self._turn.is_mine(caller):
@@ -87,21 +107,32 @@ class Forward:
                     self._begin_pass()
             else:  # a checkpoint's recomputation
                 self._backward.note()
-            self._thread, self._handled = get_ident(), id(sys.exception())
+            self.thread, self._handled = get_ident(), id(sys.exception())
             pair = self.saved.watch()
         frame = Frame(module, pair, caller)
-        self._frames.append(frame)
+        self.frames.append(frame)
         for index in groups:
             self._read(frame, index)
         for param in reads:
             self.touched(param)
+        if outermost:
+            self.quiet = self._executor.all_stay and self.saved.idle and not self._executor.lane.watching
+            if self.quiet:
+                self.outermost = module
+                self._open_all()
+
+    def _open_all(self) -> None:
+        for index, group in enumerate(self._executor.groups):
+            self._executor.use_staying(index)
+            group.faces.open()
 
     def forget_interrupted(self) -> None:
         """Nothing tells of a call that ended with an interrupt (torch calls no hooks then): its frames are stale."""
-        mine = self._thread == get_ident() and not is_running(self._frames[0].caller) if self._frames else False
-        if mine or (self._frames and self._thread == _OVERLOOKED):
-            pair = self._frames[0].saved
-            self._frames.clear()
+        mine = self.thread == get_ident() and not is_running(self.frames[0].caller) if self.frames else False
+        if mine or (self.frames and self.thread == _OVERLOOKED):
+            pair = self.frames[0].saved
+            self.frames.clear()
+            self.quiet = False
             close_all(self._executor.groups)
             self._executor.agreement.fail("its forward was interrupted")
             if pair is not None:
@@ -110,21 +141,26 @@ class Forward:
     def ended_unseen(self) -> bool:
         """Whether a forward has ended with an interrupt. For the thread that watches. From then on whoever uses the model finds
         out first thing, at no cost: the calls are nobody's."""
-        thread = self._thread
-        if not self._frames or calls_a_module(thread):
-            return self._thread == _OVERLOOKED
-        self._thread = _OVERLOOKED
+        thread = self.thread
+        if not self.frames or calls_a_module(thread):
+            return self.thread == _OVERLOOKED
+        self.thread = _OVERLOOKED
         if calls_a_module(thread):  # it has just come back, and may not have seen that
-            self._thread = thread
-        return self._thread == _OVERLOOKED
+            self.thread = thread
+        return self.thread == _OVERLOOKED
 
     def touched(self, param: nn.Parameter) -> None:
         """A parameter is looked up on its module: someone in the innermost running call is about to read it."""
+        if self.quiet and self.thread == get_ident():
+            self.lookups += 1
+            if param.requires_grad and torch.is_grad_enabled():
+                self._backward.expect(param, self._places[id(param)])
+            return
         if self.saved.watching:
             self.saved.cover()
-        frame = self._frames[-1] if self._frames else None
-        if frame is not None and self._thread != get_ident() and torch._C._current_graph_task_id() == -1:
-            if self._thread == _OVERLOOKED:
+        frame = self.frames[-1] if self.frames else None
+        if frame is not None and self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
+            if self.thread == _OVERLOOKED:
                 self.forget_interrupted()
                 return
             raise RuntimeError(
@@ -145,31 +181,43 @@ class Forward:
             if frame is not None:
                 frame.places.update(places)
 
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A module's forward ends, well or with an exception (``output`` is None then)."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if not in_backward and not (self._thread == get_ident() if self._frames else self._turn.is_mine()):
+        if not in_backward and not (self.thread == get_ident() if self.frames else self._turn.is_mine()):
             return  # it was refused
-        while self._frames:
-            frame = self._frames.pop()
+        ended = False
+        while self.frames and not ended:
+            frame = self.frames.pop()
+            ended = frame.module is module
             if frame.saved is not None:
                 self.saved.unwatch(frame.saved)
-            if frame.groups and output is not None and frame.module is module and torch.is_grad_enabled():
-                self._watch_backward(frame, inputs, output)
-            self._hand_up(frame, output)
-            for index in frame.groups:
-                self._executor.release(index)
-            if frame.module is module:
-                break
-        if not self._frames and torch._C._current_graph_task_id() == -1:
-            close_all(self._executor.groups)
-        if not self._frames and not torch.is_grad_enabled():
+            if frame.groups or frame.marked:
+                if ended and output is not None and torch.is_grad_enabled():
+                    self._watch_backward(frame, args, kwargs, output)
+                self._hand_up(frame, output)
+                for index in frame.groups:
+                    self._executor.release(index)
+        if not self.frames:
+            self._end(output, in_backward)
+
+    def _end(self, output: Any, in_backward: bool) -> None:
+        """The outermost call ends."""
+        self.quiet = False
+        if not torch.is_grad_enabled():
             self._executor.lane.leave()
-        if not self._frames and not in_backward:
-            if self._ranks.size > 1:
-                with transforms.outside():
-                    self._meet_at_end(sys.exception() if output is None else None)
-            self._turn.end()
+        elif output is not None and not in_backward:
+            backward = self._backward
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:  # so that a backward is known of from its beginning
+                    tensor.register_hook(lambda _: backward.begin())
+        if in_backward:
+            return
+        close_all(self._executor.groups)
+        if self._ranks.size > 1:
+            with transforms.outside():
+                self._meet_at_end(sys.exception() if output is None else None)
+        self._turn.end()
 
     def _meet_at_end(self, error: BaseException | None) -> None:
         """The outermost call ends: the ranks agree on what follows, or are told of this rank's error."""
@@ -181,6 +229,7 @@ class Forward:
     def _begin_pass(self) -> None:
         interrupts.install()  # where someone has put another handler there since
         self._backward.restart()
+        self._frozen.clear()
         self._executor.agreement.begin_pass(torch.is_grad_enabled())
         self._beginning()
         if self.long is None:
@@ -191,11 +240,20 @@ class Forward:
         self.long += 1
 
     def _read(self, frame: Frame, index: int) -> None:
+        executor = self._executor
         with interrupts.deferred:
-            with transforms.outside():
-                self._executor.use(index)
-            self._executor.groups[index].faces.open()
-            frame.groups.append(index)
+            if executor.stays[index]:
+                executor.use_staying(index)
+                if executor.lane.watching:
+                    executor.mark(index)
+                    frame.marked.append(index)
+            else:
+                with transforms.outside():
+                    executor.use(index)
+                frame.groups.append(index)
+            faces = executor.groups[index].faces
+            if not faces.is_open:
+                faces.open()
 
     def _hand_up(self, frame: Frame, output: Any) -> None:
         """A call may return a view of a parameter: then whoever called it reads the group, too."""
@@ -205,29 +263,44 @@ class Forward:
             index = self.saved.group_of(tensor)
             if index is None:
                 continue
-            if not self._frames:
+            if not self.frames:
                 self._backward.pin(index)
-            elif index not in self._frames[-1].groups:
-                self._read(self._frames[-1], index)
+            elif index not in self.frames[-1].groups:
+                self._read(self.frames[-1], index)
 
-    def _watch_backward(self, frame: Frame, inputs: Any, output: Any) -> None:
-        backward = self._backward
+    def _watch_backward(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        backward, every = self._backward, self._executor.groups
+        groups = [index for index in frame.groups if every[index].evictable]
+        if not groups and not self._executor.lane.watching:
+            return  # what is here in forward is here in backward
+        marked = [*frame.marked, *(index for index in frame.groups if not every[index].evictable)]
         tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        groups = tuple(frame.groups)
         if not tensors:
             if any(backward.expects(index) for index in groups):
                 for index in groups:  # it cannot be followed
                     backward.pin(index)
             return
-        frozen = [index for index in groups if any(not param.requires_grad for param in self._executor.groups[index].params)]
-        call = Call(groups, tuple(frozen), frame.places)
+        frozen = [index for index in groups if self._has_frozen(index)]
+        call = Call(groups, frozen, frame.places, marked)
         if frozen:
-            nodes = boundary_nodes(tensors, tensors_in(inputs))
+            nodes = boundary_nodes(tensors, _inputs(args, kwargs))
             call.open_nodes = -1 if nodes is None else len(nodes)
             for node in nodes or ():
                 node.register_hook(lambda *_, call=call: _deferred(backward.node_done, call))
         for tensor in tensors:
             tensor.register_hook(lambda _, call=call: _deferred(backward.begins, call))
+
+    def _has_frozen(self, index: int) -> bool:
+        known = self._frozen.get(index)
+        if known is None:
+            known = self._frozen[index] = not all(param.requires_grad for param in self._executor.groups[index].params)
+        return known
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+    if not kwargs and len(args) == 1:
+        return tensors_in(args[0])
+    return tensors_in((args, kwargs))
 
 
 def _deferred(tell: Callable[[Call], None], call: Call) -> None:

@@ -4,17 +4,18 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unwall.native import interrupts
 from unwall.runtime.absent import describe_only
 from unwall.runtime.casts import Casts, casts_of
 from unwall.runtime.engine import Engine
 from unwall.runtime.outside import watch_outside
+from unwall.runtime.owners import Owners
 from unwall.runtime.pretrained import write_given_dtype
 from unwall.runtime.refusals import refuse_upon
 from unwall.runtime.state_dicts import StateDictHooks
@@ -22,15 +23,13 @@ from unwall.runtime.whole import dtypes_of
 from unwall.shards.build import ignored
 from unwall.shards.local import is_distributed
 
-# Module or parameter -> weak reference to its engine. The hooks on the modules own the engine: it goes with the model.
-_engines = WeakIdKeyDictionary()
+owners: Owners[Engine] = Owners()
+"""Whose each module and each parameter is. The hooks on the modules own the engine: it goes with the model."""
 
 
 def engine_of(thing: nn.Module | nn.Parameter) -> Engine | None:
     """The engine of a sharded model, of one of its modules, or of one of its parameters."""
-    found = _engines.get(thing)
-    engine = found() if found is not None else None
-    return engine if isinstance(engine, Engine) else None
+    return owners.of(thing)
 
 
 def refuse_copy() -> NoReturn:
@@ -62,6 +61,7 @@ class Enter(Hook):
 
     def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
         super().__init__(engine)
+        self._forward = engine.forward
         self.aim(groups, reads, casts)
 
     def aim(self, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
@@ -71,8 +71,13 @@ class Enter(Hook):
         self._casts = casts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        with interrupts.deferred:
-            self.engine.forward.enter(module, self._groups, self._reads)
+        forward = self._forward
+        if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
+            for param in self._reads:
+                forward.touched(param)
+        else:
+            with interrupts.deferred:
+                forward.enter(module, self._groups, self._reads)
         return None if self._casts is None else self._casts.inputs(args, kwargs)
 
 
@@ -81,13 +86,16 @@ class Leave(Hook):
 
     def __init__(self, engine: Engine, casts: "Casts | None") -> None:
         super().__init__(engine)
+        self._forward = engine.forward
         self.casts = casts
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.casts is not None:
             output = self.casts.outputs(output)
-        with interrupts.deferred:
-            self.engine.forward.leave(module, (args, kwargs), output)
+        forward = self._forward
+        if not (forward.quiet and forward.thread == get_ident() and module is not forward.outermost):
+            with interrupts.deferred:
+                forward.leave(module, args, kwargs, output)
         return output
 
 
@@ -123,9 +131,11 @@ class Watched(dict[str, Any]):
         self._places = engine.places
 
     def __getitem__(self, name: str) -> Any:
-        param = super().__getitem__(name)
-        if param is not None and self._forward.running and id(param) in self._places:
-            self._forward.touched(param)
+        param = dict.__getitem__(self, name)
+        if param is not None and id(param) in self._places:
+            forward = self._forward
+            if forward.frames or forward.running:
+                forward.touched(param)
         return param
 
     def __setitem__(self, name: str, param: Any) -> None:
@@ -202,9 +212,9 @@ def _zero_all(engine: Engine, others: Callable[[bool], None], set_to_none: bool 
 def _remember(engine: Engine, model: nn.Module) -> None:
     """Whose the modules and parameters are, for ``engine_of``."""
     for param in _params(engine):
-        _engines[param] = weakref.ref(engine)
+        owners.add(param, engine)
     for module, _ in _units(model):
-        _engines[module] = weakref.ref(engine)
+        owners.add(module, engine)
 
 
 def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | None) -> None:

@@ -164,7 +164,7 @@ def _check_disk(engine: Engine, plan: Plan, homes: list[Home]) -> None:
         if home.on_disk and group.layout.dtype is torch.float64:
             raise PlanError(f"group {group.name} is float64, which is not updated on disk: place it on host or device")
         for key, store in group.states.items() if home.states == "disk" else ():
-            if store.dtype.itemsize * (ALIGNMENT // 2) % ALIGNMENT:
+            if key.owner != GROUP and store.dtype.itemsize * (ALIGNMENT // 2) % ALIGNMENT:
                 raise PlanError(
                     f"{key.name!r} of group {group.name} is {store.dtype}, too narrow for the disk: place it on host or device"
                 )
@@ -182,9 +182,9 @@ def _sizes(group: Group, plan: Plan, world_size: int) -> Sizes:
     trainable = any(param.requires_grad for param in group.params)
     per_element = sum(store.nbytes for store in group.states.values()) // group.own_numel
     if trainable and not any(key.owner == GROUP for key in group.states):
-        per_element += bytes_per_element(master_specs(group.layout.dtype))
+        per_element += bytes_per_element(master_specs(group.layout.dtype, group.lean))
     if trainable and not any(key.owner != GROUP for key in group.states):
-        per_element += bytes_per_element(adamw_specs(group.layout.dtype))
+        per_element += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
     sizes = group_sizes(group.layout, per_element, trainable, plan, world_size)
     return Sizes(**{**sizes.__dict__, "at_once_bytes": group.at_once_bytes})
 

@@ -103,6 +103,11 @@ class SavedTensors:
         """Whether there are groups that come and go."""
         return self._streams
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be done to what autograd saves."""
+        return not self._streams and not self.layers and self.seen is None
+
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """The group that comes and goes of which this is a view."""
         if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
@@ -111,8 +116,7 @@ class SavedTensors:
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
-        idle = not self._streams and not self.layers and self.seen is None
-        if idle or transforms.inside():  # torch.func allows no hooks on saved tensors
+        if self.idle or transforms.inside():  # torch.func allows no hooks on saved tensors
             return None
         top = default_hooks.top()
         owner = _owner(top)

@@ -54,17 +54,24 @@ class Shown:
         with torch._C.DisableTorchFunctionSubclass():
             for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
                 for slot in gradient.present | gradient.pending:
-                    places = self._engine.places.get(id(group.params[slot]))
+                    param = group.params[slot]
+                    places = self._engine.places.get(id(param))
                     if places is not None and places not in self._marks:
-                        self._show(places)
+                        self._show(places, param)
 
     def take(self, param: nn.Parameter) -> torch.Tensor | None:
         """What autograd has brought for a parameter, taken out of ``.grad``."""
-        self.bringing(param)
-        grad = param.grad
-        if not self._marks:
-            param.grad = None
-            return grad
+        if not self._running:
+            self.bringing(param)
+        with torch._C.DisableTorchFunctionSubclass():  # parameters may be of a class that asks
+            grad = param.grad
+            if not self._marks:
+                param.grad = None
+                return grad
+            return self._take_shown(param, grad)
+
+    def _take_shown(self, param: nn.Parameter, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The same where parameters show what backwards before this one brought."""
         places = self._engine.places[id(param)]
         if isinstance(grad, HeldGrad) and places in self._marks:
             held = self._made[places]
@@ -165,14 +172,15 @@ class Shown:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _show(self, places: Places) -> None:
-        self._marks[places] = object()
+    def _show(self, places: Places, param: nn.Parameter | None = None) -> None:
+        mark = self._marks[places] = object()
         self._had.add(places)
-        made, param = self._made.get(places), self._params[places]
+        made = self._made.get(places)
+        param = self._params[places] if param is None else param
         # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
         if made is None or sys.getrefcount(made) > 3:
             made = self._made[places] = HeldGrad.make(self.access, places, self._marks)
-        made.mark = self._marks[places]
+        made.mark = mark
         param.grad = made
 
     def _forget(self, every: list[Places]) -> None:

@@ -160,6 +160,10 @@ class AgreementBackend(Protocol):
 class Lane(Protocol):
     """Watches what is computed between one group and the next."""
 
+    @property
+    def watching(self) -> bool:
+        """Whether anybody looks."""
+
     def leave(self) -> None:
         """A group is about to be waited for."""
 

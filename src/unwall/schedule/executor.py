@@ -18,14 +18,15 @@ from unwall.schedule.backend import Acts, AgreementBackend, GradientBackend, Gro
 from unwall.schedule.limit import Limit
 from unwall.schedule.pins import Pins
 from unwall.schedule.present import Present
-from unwall.schedule.residency import Occupant, choose_drops, next_missing
+from unwall.schedule.residency import Occupant, choose_drops, may_fetch_ahead, next_missing
 from unwall.schedule.trace import Trace
 from unwall.shards.control import pack_bits
 from unwall.shards.group import Residence
 from unwall.tiers.ledger import BudgetError, Ledger
 
 LOOK_AHEAD = 2
-"""Groups that may be on their way at once: enough to keep a link busy, few enough to bound memory."""
+"""Groups that may be fetched ahead at once: enough to keep a link busy, few enough to bound memory. See [Note: how far ahead]
+in schedule/residency.py."""
 REDUCES_IN_FLIGHT = 2
 """Gradients that may be on their way over the ranks at once (each holds a flat buffer)."""
 
@@ -59,6 +60,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._ranks = ranks
         self._present = Present(groups)
         self._fetched: set[int] = set()  # that take memory to be here; some may have been dropped since
+        self._ahead: dict[int, int] = {}
+        """Groups that were fetched ahead and are not used yet, and their elements."""
+        self._clear = 0
+        """Every use of this pass before this one finds its group present."""
         self.pins = Pins(len(groups))
         self._reducing: deque[int] = deque()
         self._reduced: list[int] = []
@@ -74,6 +79,11 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self._limit = limit
 
     def _measure(self) -> None:
+        alone = self._ranks == 1
+        self.stays = [alone and group.fetch_bytes == 0 and group.updated_in_place for group in self.groups]
+        """By group: once it is here nothing drops it, fetches it or changes where it is. Nothing is to be done at its uses."""
+        self.all_stay = all(self.stays)
+        self._largest = max(group.gathered_numel for group in self.groups)
         self._largest_fetch = max(group.fetch_bytes + group.transit_bytes for group in self.groups)
         self._largest_reduce = max(gradient.reduce_bytes for gradient in self.gradients)
 
@@ -81,6 +91,8 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """A forward begins, and nothing is in use. ``kind``: see ``Trace``."""
         self.unpin_all()
         self.trace.begin(kind)
+        self._clear = 0
+        self._ahead.clear()
         if self._limit is not None:
             self._limit.begin(kind)
             self._stay_within()
@@ -92,13 +104,15 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         new = self.trace.record(index)
         self.pins.current = index
         self.pins.add(index)
+        self._ahead.pop(index, None)
         try:
             if new:
                 self.lane.leave()
                 if self._limit is not None:
                     self._limit.used()
                     self._stay_within()
-            self._make_resident(index)
+            if self.groups[index].residence is not Residence.RESIDENT:
+                self._make_resident(index)
             if new:
                 self.lane.enter(self.groups[index].name)
                 self._work_ahead()
@@ -106,6 +120,16 @@ class Executor(Generic[AnyGroup, AnyGradient]):
             self.pins.remove(index)
             self.agreement.fail(error)
             raise
+
+    def use_staying(self, index: int) -> None:
+        """The same for a group that ``stays``: only its first use finds something to do."""
+        if self.groups[index].residence is not Residence.RESIDENT:
+            self._make_resident(index)
+
+    def mark(self, index: int) -> None:
+        """What is computed from now on belongs to this group, which is here, on the time line."""
+        self.lane.leave()
+        self.lane.enter(self.groups[index].name)
 
     def release(self, index: int) -> None:
         """Takes back the pin of one ``use``."""
@@ -137,7 +161,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """The shards changed: what was gathered of this group is out of date."""
         group = self.groups[index]
         if group.residence is not Residence.ABSENT and not group.updated_in_place:
-            group.drop()
+            self._drop(index)
 
     def make_room(self, nbytes: int, label: str, keep: int | None = None) -> None:
         """Finds room for ``nbytes`` in the device budget, as [Note: room] says. BudgetError when what is in use does not allow
@@ -161,6 +185,11 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if not self._could_hold(nbytes):
             self._reduce_early(keep)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a rank alone has ``nbytes`` to spare as it is, so that ``make_room`` has nothing to do."""
+        free = self._free_bytes()
+        return self._ranks == 1 and (free is None or nbytes <= free)
+
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
         return self._could_hold(nbytes + 2 * self._largest_fetch + self._largest_reduce)
@@ -182,7 +211,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         for occupant in self._occupants(soft):
             if not occupant.pinned:
                 self.pins.give_up(occupant.group)
-                self.groups[occupant.group].drop()
+                self._drop(occupant.group)
 
     def _free_bytes(self) -> int | None:
         """What the budget and the limit leave. None where there is neither."""
@@ -218,8 +247,13 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         drops = choose_drops(self._occupants(soft), self.trace.next_use(), nbytes - free, sooner_than)
         for index in drops or ():
             self.pins.give_up(index)
-            self.groups[index].drop()
+            self._drop(index)
         return drops is not None
+
+    def _drop(self, index: int) -> None:
+        self._ahead.pop(index, None)
+        self._clear = min(self._clear, self.trace.position + self.trace.next_use().get(index, self._clear))
+        self.groups[index].drop()
 
     def _occupants(self, soft: bool = False) -> list[Occupant]:
         pinned, groups, absent = self.pins.must_stay() if soft else self.pins.should_stay(), self.groups, Residence.ABSENT
@@ -247,11 +281,13 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         if not self.trace.known:
             return
         while True:
-            found = next_missing(self.trace.upcoming(), self._present, LOOK_AHEAD)
+            found = self._next_missing()
             if found is None:
                 return
             index, distance = found
             group = self.groups[index]
+            if not may_fetch_ahead(self._ahead.values(), group.gathered_numel, self._largest, LOOK_AHEAD):
+                return
             if not self.agreement.may_gather_ahead(index):
                 return
             if group.updating:
@@ -259,6 +295,16 @@ class Executor(Generic[AnyGroup, AnyGradient]):
             if not self._drop_for(group.fetch_bytes + group.transit_bytes, sooner_than=distance):
                 return
             self.agreement.gather(index)
+            self._ahead[index] = group.gathered_numel
+
+    def _next_missing(self) -> tuple[int, int] | None:
+        """The next use that finds its group absent, and how far ahead it is. Each use is looked at once, unless what it needs
+        is dropped again."""
+        at = self.trace.position
+        skip = max(0, self._clear - at)
+        found = next_missing(self.trace.upcoming(skip, beyond=LOOK_AHEAD), self._present, skip)
+        self._clear = max(self.trace.length, at + LOOK_AHEAD) if found is None else at + found[1]
+        return found
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -297,6 +343,11 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         """Backward has ended: what was reduced of a gradient is all there is of it."""
         self._reduced += sorted(index for index in self._pieces if index not in self._reducing)
         self._pieces.clear()
+
+    @property
+    def has_reduced(self) -> bool:
+        """Whether ``take_reduced`` would give any."""
+        return bool(self._reduced)
 
     def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to

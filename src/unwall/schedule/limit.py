@@ -75,6 +75,7 @@ class Limit:
         """By kind of pass: what others held at each use, beyond what they had at its beginning."""
         self._kind: Hashable = None
         self._now: list[int] = []
+        self._most_now = self._most_known = 0
         self._growth = 1.0
         self._shared = self._base = 0
         self._failures = probe.allocated().failures
@@ -93,6 +94,7 @@ class Limit:
         self._base = found.allocated_bytes - self._before
         self._shared = self._probe.free_bytes() + found.reserved_bytes - self._base
         self._kind, self._now, self._growth = kind, [], 1.0
+        self._most_now, self._most_known = 0, max(self._known.get(kind, [0]))
         self._decide()
 
     def used(self) -> None:
@@ -103,12 +105,13 @@ class Limit:
             others = max(others, found.peak_bytes - max(ours, self._before) - self._base)
         self._peak, self._before = found.peak_bytes, ours
         known, place = self._known.get(self._kind, []), len(self._now)
+        self._most_now = others if not self._now else max(self._most_now, others)
         self._now.append(others)
         if place < len(known) and others > GROWTH * known[place] > 0:
             self._growth = max(self._growth, others / known[place])
         self._decide()
 
     def _decide(self) -> None:
-        known = self._known.get(self._kind, [0] if self._counted else None)
-        others = None if known is None else max(int(self._growth * max(known)), max(self._now, default=0))
+        known = self._counted or self._kind in self._known
+        others = max(int(self._growth * self._most_known), self._most_now) if known else None
         self.nbytes = limit_of(self._shared, others, self._margin_share, self._floor)

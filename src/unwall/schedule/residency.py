@@ -2,9 +2,15 @@
 
 With the order of uses known, dropping what is needed furthest ahead is optimal (Belady), and what to fetch ahead is the next
 missing group, as long as it does not push out anything that is needed sooner.
+
+[Note: how far ahead]
+What counts is what is missing, not how many uses away it is: a model with adapters goes back and forth between a layer's group
+and that of the adapters, and the next layer is many uses ahead. So the next missing groups of this pass are fetched, as many at
+once as keep the link busy (``may_fetch_ahead``). Beyond the end of the pass only the next few uses count: a step may come
+between, and what it updates would have been fetched in vain. Nothing here looks at a clock, so all ranks decide alike.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -45,11 +51,16 @@ def choose_drops(
     return None
 
 
-def next_missing(upcoming: Iterable[int], present: Container[int], look_ahead: int) -> tuple[int, int] | None:
-    """The first group among the next ``look_ahead`` uses that is not present, and how many uses ahead it is."""
-    for distance, group in enumerate(upcoming):
-        if distance >= look_ahead:
-            return None
+def next_missing(upcoming: Iterable[int], present: Container[int], first: int = 0) -> tuple[int, int] | None:
+    """The first of the ``upcoming`` groups that is not present, and how many uses ahead it is. ``first``: how many uses ahead
+    the first of them is."""
+    for distance, group in enumerate(upcoming, first):
         if group not in present:
             return group, distance
     return None
+
+
+def may_fetch_ahead(ahead: Collection[int], amount: int, largest: int, most: int) -> bool:
+    """Whether another group of ``amount`` may be on its way, beside what was fetched ``ahead`` and is not used yet: up to
+    ``most`` groups or, where they are small, up to what so many of the ``largest`` would be."""
+    return len(ahead) < most or (most > 0 and sum(ahead) + amount <= most * largest)

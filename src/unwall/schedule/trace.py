@@ -84,18 +84,25 @@ class Trace:
         return len(self._now)
 
     @property
+    def length(self) -> int:
+        """Uses that this pass is expected to have; 0 where it cannot be predicted."""
+        return 0 if self._expected is None else len(self._expected.uses)
+
+    @property
     def known(self) -> bool:
         """Whether the rest of this pass can be predicted."""
         return self._expected is not None
 
-    def upcoming(self) -> Iterator[int]:
-        """The groups that come next, in order, to the end of this pass and into the next one of its kind."""
+    def upcoming(self, skip: int = 0, beyond: int | None = None) -> Iterator[int]:
+        """The groups that come next, in order, to the end of this pass and into the next one of its kind.
+
+        ``skip``: without so many of them. ``beyond``: into the next one only as far as it is among the next ``beyond``."""
         if self._expected is None:
             return
-        uses = self._expected.uses
-        for place in range(len(self._now), len(uses)):
-            yield uses[place]
-        yield from uses
+        uses, at = self._expected.uses, len(self._now)
+        end = 2 * len(uses) if beyond is None else min(max(len(uses), at + beyond), 2 * len(uses))
+        for place in range(at + skip, end):
+            yield uses[place if place < len(uses) else place - len(uses)]
 
     def next_use(self) -> Mapping[int, int]:
         """For each group that is expected again: how many uses ahead."""

@@ -24,6 +24,8 @@ class Accumulator:
         self._group = group
         self._tiers = tiers
         self._flat: MemoryBlock | None = None
+        self._typed: torch.Tensor | None = None
+        """The flat buffer in the dtype of the gradients."""
         self._local: MemoryBlock | None = None
         self._local_slots: set[int] = set()
         """Parameters that have a part in the local sum."""
@@ -52,12 +54,16 @@ class Accumulator:
         if self._flat is not None:
             raise RuntimeError(f"the gradients of group {self._group.name} are being filled already: end that first")
         self._flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
+        self._typed = self._flat.view(self.dtype)
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) the slot's part of one parameter's gradient into the flat buffer."""
-        place = self._group.layout.slots[slot]
-        grad = grad if place.whole else place.range_of(grad.reshape(-1))
-        target = self._filled()[place.offset : place.end].view(grad.shape)
+        place, flat = self._group.layout.slots[slot], self._filled()
+        if place.whole and grad.shape == place.shape:
+            target = flat.as_strided(grad.shape, place.strides, flat.storage_offset() + place.offset)
+        else:
+            grad = grad if place.whole else place.range_of(grad.reshape(-1))
+            target = flat[place.offset : place.end].view(grad.shape)
         if slot in self.arrived:
             target.add_(grad)
         else:
@@ -93,7 +99,7 @@ class Accumulator:
 
     def handed_over(self) -> None:
         """The flat buffer is somebody else's now."""
-        self._flat = None
+        self._flat = self._typed = None
         self.arrived.clear()
 
     def drop(self, slots: set[int]) -> None:
@@ -122,9 +128,9 @@ class Accumulator:
         return f"gradients of {self._group.name}"
 
     def _filled(self) -> torch.Tensor:
-        if self._flat is None:
+        if self._typed is None:
             raise RuntimeError(f"the gradients of group {self._group.name} have no flat buffer: begin first")
-        return self._flat.view(self.dtype)
+        return self._typed
 
     def _clear_rest(self, flat: torch.Tensor) -> None:
         """Zeroes what no gradient was written to: missing parameters and padding."""
@@ -140,7 +146,7 @@ class Accumulator:
     def _free_flat(self) -> None:
         assert self._flat is not None
         self._tiers.device.free(self._flat)
-        self._flat = None
+        self._flat = self._typed = None
         self.arrived.clear()
 
     def _free_local(self) -> None:

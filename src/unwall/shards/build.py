@@ -130,9 +130,9 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
         assert isinstance(kind, Kind)
         states = 0
         if kind.trainable or kind.exact or layout.dtype is torch.float16:
-            states = bytes_per_element(master_specs(layout.dtype))
+            states = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
         if kind.trainable:
-            states += bytes_per_element(adamw_specs(layout.dtype))
+            states += bytes_per_element(adamw_specs(layout.dtype, plan.lean))
         size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
         found.append(replace(size, at_once_bytes=sum(planned[index][1].flat_bytes for index in unit.at_once)))
     return found
@@ -271,7 +271,7 @@ def _make_all(
             own_all=plan.stage == 0 or ranks.size == 1,
             gather_bits=plan.gather_bits,
         )
-        _fill(group, unit, values, taken)
+        _fill(group, unit, values, taken, plan.lean)
         staging.close()
         if group.flat_is_home:
             group.attach()
@@ -326,9 +326,10 @@ class _Values:
         return None if value is None else value.reshape(-1)
 
 
-def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, int]]) -> None:
+def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, int]], lean: bool) -> None:
     kind = unit.entries[0].kind
     assert isinstance(kind, Kind)
+    group.lean = lean and kind.trainable and group.layout.dtype is torch.bfloat16
     if kind.exact or kind.trainable or group.layout.dtype is torch.float16:
         make_master(group)
     if group.flat_is_home:

@@ -76,6 +76,8 @@ class Group:
         self.residence = Residence.ABSENT
         self.copies = 1
         """On how many tensor ranks each element is kept: norms count it once."""
+        self.lean = False
+        """Its master has 24 bits, and its moments a byte each: ``AdamW(states="lean")``."""
         self.pending = Pending(staging)
         self.generation = 0
         """Counts changes of the states other than by updates: what was computed from them before is out of date."""
@@ -342,16 +344,20 @@ class Group:
         """The same where it lives."""
         key = spec.key(owner)
         if key not in self.states:
-            label = f"{spec.name} of group {self.name}"
-            made = Store(self._tiers, self.pending, self.home.states, self.own_numel, spec.dtype, label)
-            if spec.initial:
-                try:
-                    made.tensor().fill_(spec.initial)
-                except BaseException:
-                    made.free()
-                    raise
-            self.states[key] = made
+            self.states[key] = self.make_store(spec)
         return self.states[key]
+
+    def make_store(self, spec: StateSpec) -> Store:
+        """Room for a state, which the group does not know yet."""
+        label = f"{spec.name} of group {self.name}"
+        made = Store(self._tiers, self.pending, self.home.states, self.own_numel, spec.dtype, label)
+        if spec.initial:
+            try:
+                made.tensor().fill_(spec.initial)
+            except BaseException:
+                made.free()
+                raise
+        return made
 
     def has_state(self, spec: StateSpec, owner: int = GROUP) -> bool:
         return spec.key(owner) in self.states

@@ -17,7 +17,15 @@ from torch import nn
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor. Its class is imported only where there is one: that takes as long as the rest of unwall."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
+    kind = type(tensor)
+    known = _distributed.get(kind)
+    if known is None:
+        known = _distributed[kind] = hasattr(kind, "_local_tensor") and hasattr(kind, "placements")
+    return known
+
+
+_distributed: dict[type, bool] = {torch.Tensor: False}
+"""What is known of each class."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The fp32 master of a group's owned run, in the smallest lossless form.
 
 fp32 compute: the parameters are the master. bf16 compute: the bf16 parameters plus a 16-bit remainder,
-``bits(master) = (half << 16) + remainder``. fp16 compute: an fp32 copy beside the parameters.
+``bits(master) = (half << 16) + remainder``. fp16 compute: an fp32 copy beside the parameters. With lean states only the upper
+byte of the remainder is kept, rounded to nearest; the half is the same.
 
 [Note: pieces]
 Taking fp32 apart and joining it makes a handful of temporaries of four bytes per element. For a whole group they would take
@@ -14,7 +15,7 @@ import torch
 
 from unwall.native.pool import WorkerPool
 from unwall.shards.group import Group
-from unwall.shards.states import MASTER, REMAINDER, master_specs
+from unwall.shards.states import LEAN_REMAINDER, MASTER, REMAINDER, StateSpec, master_specs
 
 PIECE_ELEMENTS = 1 << 22
 """See [Note: pieces]."""
@@ -22,8 +23,28 @@ PIECE_ELEMENTS = 1 << 22
 
 def make_master(group: Group) -> None:
     """The states that the group's master needs beyond its parameters, as they are before anything was written."""
-    for spec in master_specs(group.layout.dtype):
+    for spec in master_specs(group.layout.dtype, group.lean):
         group.store(spec)
+
+
+def set_lean(group: Group, lean: bool) -> None:
+    """Keeps a bf16 group's master in 24 bits, or in 32 again. The parameters stay as they are. No update may be under way."""
+    if group.lean == lean or group.layout.dtype is not torch.bfloat16:
+        return
+    if group.has_state(REMAINDER):
+        group.pending.settle()
+        group.pending.staging.close()
+        spec: StateSpec = LEAN_REMAINDER if lean else REMAINDER
+        made = group.make_store(spec)
+        old, new = group.state(REMAINDER, write=False), made.tensor()
+        for piece in _pieces(old.numel()):
+            new[piece].copy_(_narrowed(old[piece]) if lean else _widened(old[piece]))
+        group.pending.staging.close()
+        group.states[REMAINDER.key()].await_reader()
+        group.free_state(REMAINDER.key())
+        group.states[REMAINDER.key()] = made
+        group.generation += 1
+    group.lean = lean
 
 
 def write_master(group: Group, start: int, values: torch.Tensor) -> None:
@@ -67,6 +88,12 @@ def clear_master(group: Group, start: int, numel: int) -> None:
 
 def split_into(half: torch.Tensor, rest: torch.Tensor | None, values: torch.Tensor, pool: WorkerPool | None = None) -> None:
     """Flat values, wherever they are, as half and remainder, split where they are: fewer bytes cross the link."""
+    if rest is not None and rest.dtype is torch.int8:
+        for piece in _pieces(values.numel()):
+            wide = torch.empty(half[piece].shape, dtype=torch.int16, device=half.device)
+            split_into(half[piece], wide, values[piece], pool)
+            rest[piece].copy_(_narrowed(wide))
+        return
     if pool is not None and rest is not None and values.device.type == half.device.type == "cpu":
         values = values.float().contiguous()
         keep = (half, rest, values)
@@ -99,6 +126,7 @@ def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def join(half: torch.Tensor, remainder: torch.Tensor, pool: WorkerPool | None = None) -> torch.Tensor:
     """The fp32 values that ``split`` took apart. ``pool``: does it where they are in host memory."""
+    remainder = whole_remainder(remainder)
     if pool is not None and half.device.type == "cpu":
         whole = torch.empty(half.numel(), dtype=torch.float32)
         pool.join(whole.data_ptr(), half.data_ptr(), remainder.data_ptr(), half.numel(), keep=(half, remainder)).wait()
@@ -107,6 +135,20 @@ def join(half: torch.Tensor, remainder: torch.Tensor, pool: WorkerPool | None = 
     for piece in _pieces(half.numel()):
         torch.add(half[piece].view(torch.int16).to(torch.int32) << 16, remainder[piece], out=bits[piece])
     return bits.view(torch.float32)
+
+
+def whole_remainder(remainder: torch.Tensor) -> torch.Tensor:
+    """In 16 bits, as ``join`` needs it, also where only the upper byte is kept."""
+    return _widened(remainder) if remainder.dtype is torch.int8 else remainder
+
+
+def _widened(upper: torch.Tensor) -> torch.Tensor:
+    return upper.to(torch.int16) << 8
+
+
+def _narrowed(remainder: torch.Tensor) -> torch.Tensor:
+    """The nearest upper byte that leaves the half as it is."""
+    return ((remainder.to(torch.int32) + 128) >> 8).clamp_(max=127).to(torch.int8)
 
 
 def _pieces(numel: int) -> Iterator[slice]:

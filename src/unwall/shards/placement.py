@@ -141,7 +141,7 @@ def chunk_elements(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     """How much of a group's state an update of state on disk works on at a time: a sixteenth of a small model's largest group,
     so that reads, updates and writes overlap there, too."""
     largest = max((size.own_numel for size, home in zip(sizes, homes, strict=True) if home.on_disk), default=0)
-    step = ALIGNMENT // 2  # whole sectors in every representation
+    step = ALIGNMENT  # whole sectors in every representation, that of one byte included
     return min(CHUNK_ELEMENTS, align_up(-(-largest // 16), step)) if largest else 0
 
 

@@ -50,11 +50,17 @@ REMAINDER = StateSpec("remainder", torch.int16)
 """The lower half of a split master, beside bf16 parameters."""
 MASTER = StateSpec("master", torch.float32)
 """A separate master, beside fp16 parameters."""
+LEAN_REMAINDER = StateSpec(REMAINDER.name, torch.int8)
+"""The same of a master of 24 bits: the upper byte of the remainder. It takes the place of the other."""
+LEAN_MOMENTS = StateSpec("moments", torch.int16)
+"""Both moments of AdamW in a byte each. See [Note: lean format] in native/cpp/lean_impl.hpp."""
 
 
-def master_specs(dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """What the master of parameters in a compute dtype takes beyond the parameters themselves."""
-    return {torch.bfloat16: (REMAINDER,), torch.float16: (MASTER,)}.get(dtype, ())
+def master_specs(dtype: torch.dtype, lean: bool = False) -> tuple[StateSpec, ...]:
+    """What the master of parameters in a compute dtype takes beyond the parameters themselves. ``lean``: with lean states,
+    which are there for bf16 alone."""
+    rest = LEAN_REMAINDER if lean else REMAINDER
+    return {torch.bfloat16: (rest,), torch.float16: (MASTER,)}.get(dtype, ())
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,8 +68,10 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def adamw_specs(dtype: torch.dtype) -> tuple[StateSpec, ...]:
+def adamw_specs(dtype: torch.dtype, lean: bool = False) -> tuple[StateSpec, ...]:
     """AdamW's own states. What fits is judged by them at ``shard``, when nobody knows the optimizer yet."""
+    if lean and dtype is torch.bfloat16:
+        return (LEAN_MOMENTS,)
     kept = moment_dtype(dtype)
     return StateSpec("exp_avg", kept), StateSpec("exp_avg_sq", kept)
 

@@ -70,13 +70,15 @@ def decide(options: Options, outline: Outline, progress: Progress | None = None)
         for name in ("device_bytes", "host_bytes", "disk"):
             if getattr(options, name) is not None:
                 fields[name] = getattr(options, name)
+        if options.states != "exact":
+            fields["states"] = options.states
         machine = _machine(fields.get("disk"), ranks, local, progress)
         return _given(options, fields, outline, machine, ranks, per_rank)
     machine = _machine(options.disk, ranks, local, progress)
     least = options.accumulate or 1
     found = choose(
         outline, batch=options.batch // least, seq=options.seq, hardware=machine, ranks=ranks, disk=options.disk,
-        device_bytes=options.device_bytes, host_bytes=options.host_bytes, clip=options.clip > 0,
+        device_bytes=options.device_bytes, host_bytes=options.host_bytes, clip=options.clip > 0, states=options.states,
     )  # fmt: skip
     if options.disk is None and found.disk is not None:  # a machine that was measured with a disk once
         raise TrainError("the plan needs a disk: give a directory on a fast drive with --disk DIR")

@@ -15,7 +15,7 @@ extern "C" {
 #endif
 
 #define UW_API __attribute__((visibility("default")))
-#define UW_ABI_VERSION 5
+#define UW_ABI_VERSION 6
 
 typedef uint64_t uw_ticket;
 
@@ -114,6 +114,29 @@ UW_API uw_ticket uw_join(uw_pool* pool, float* dst, const void* half, const int1
                          const uw_ticket* after, int32_t n_after, uw_error* err);
 UW_API uw_ticket uw_copy(uw_pool* pool, void* dst, const void* src, int64_t bytes, const uw_ticket* after, int32_t n_after,
                          uw_error* err);
+// AdamW over lean states ([Note: lean format] in lean_impl.hpp). The arrays begin with a block of 64 elements, and those of the
+// moments hold whole blocks. Outputs are the inputs themselves (in place) or overlap nothing.
+typedef struct uw_lean_args {
+  const void* half;         // bf16[n], the upper part of the 24-bit master
+  const int8_t* remainder;  // int8[n]
+  const uint16_t* moments;  // uint16[n rounded up to whole blocks]
+  const void* grad;         // n elements of grad_dtype
+  void* out_half;
+  int8_t* out_remainder;
+  uint16_t* out_moments;
+  int64_t n;
+  int32_t grad_dtype;  // uw_dtype
+  double lr, beta1, beta2, eps, weight_decay;
+  double grad_scale;
+  int64_t step;
+} uw_lean_args;
+UW_API uw_ticket uw_lean_adamw(uw_pool* pool, const uw_lean_args* args, const uw_ticket* after, int32_t n_after, uw_error* err);
+// exp_avg (or, where `squares`, exp_avg_sq) of n elements as floats, and back, rounded to nearest: exp_avg_sq is to be set
+// first, because exp_avg is kept in proportion to it.
+UW_API uw_ticket uw_lean_read(uw_pool* pool, float* dst, const uint16_t* moments, int32_t squares, int64_t n,
+                              const uw_ticket* after, int32_t n_after, uw_error* err);
+UW_API uw_ticket uw_lean_write(uw_pool* pool, uint16_t* moments, const float* src, int32_t squares, int64_t n,
+                               const uw_ticket* after, int32_t n_after, uw_error* err);
 // Blocks of 256 elements as small integers (`bits`: 8 or 4) with one float scale each, in `pieces` pieces of `n` elements (a
 // multiple of 256): in each first all scales, then all codes (quantise_impl.hpp). Rounds to nearest, or with noise made of
 // `seed` and an element's number. `residual` (or null) is added before, and gets what the rounding has left. Element by

@@ -100,6 +100,8 @@ class RanksAlike:
 class NobodyWatches:
     """A lane without a time line."""
 
+    watching = False
+
     def leave(self) -> None: ...
 
     def enter(self, label: str) -> None: ...

@@ -24,7 +24,7 @@ def measure_norm(rank: VirtualRank, landings: Sequence[Task | None]) -> Task | N
 def submit_update(rank: VirtualRank, index: int, after: Sequence[Task | None]) -> Task | None:
     """One group's update. The task that ends it, or None where the device does it in order."""
     size, home, rates = rank.job.sizes[index], rank.job.homes[index], rank.pace.ceilings
-    traffic = size.own_numel * update_bytes(rank.job.planned[index][1].dtype)
+    traffic = size.own_numel * update_bytes(rank.job.planned[index][1].dtype, rank.job.plan.lean)
     if home.tier == "device":
         if not rank.pace.blocking:
             rank.compute(traffic / rank.pace.device_memory_bytes_per_s)

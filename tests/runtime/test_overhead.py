@@ -1,0 +1,113 @@
+"""What module calls cost: the same amount of work for each of them however many there are, and none where nothing moves."""
+
+import sys
+
+import pytest
+import torch
+from bench.overhead import Layer
+from torch import nn
+
+import unwall
+
+WIDTH = 8
+
+
+def adapters(layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(WIDTH, 2) for _ in range(layers)))
+
+
+def sharded(model, tier="device", **plan):
+    tiers = {} if tier == "device" else {"params": tier, "optimizer": tier}
+    unwall.shard(model, unwall.Plan(compute_dtype=torch.float32, **tiers, **plan))
+    return unwall.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+
+
+def step(model, optimizer, passes=1):
+    batches = [torch.full((2, WIDTH), 0.1 * at + 0.1) for at in range(passes)]
+    losses = [model(batch).square().mean() for batch in batches]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def work_of_a_step(layers, tier, **plan):
+    """Calls of functions of unwall's in a step, once everything is learned."""
+    model = adapters(layers)
+    optimizer = sharded(model, tier, **plan)
+    for _ in range(3):
+        step(model, optimizer)
+    count = 0
+
+    def called(frame, event, _):
+        nonlocal count
+        count += event == "call" and "unwall" in frame.f_code.co_filename
+
+    sys.setprofile(called)
+    try:
+        step(model, optimizer)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_work_for_a_module_does_not_grow_with_their_number(tier):
+    budgets = [{}, {}] if tier == "device" else [{"device_bytes": size << 10, "host_bytes": 64 << 20} for size in (64, 128)]
+    few, many = work_of_a_step(16, tier, **budgets[0]), work_of_a_step(32, tier, **budgets[1])
+    assert many <= 2.25 * few
+
+
+def test_nothing_is_done_for_modules_inside_where_every_group_stays():
+    model = adapters(6)
+    optimizer = sharded(model)
+    step(model, optimizer)
+    called = []
+    executor = unwall.api.engine(model).executor
+    for name in ("use", "pin", "release", "use_staying"):
+        method = getattr(executor, name)
+        setattr(executor, name, lambda *args, name=name, method=method: (called.append(name), method(*args))[1])
+    step(model, optimizer)
+    assert called == ["use_staying"] * len(executor.groups)  # when the pass begins
+    assert executor.trace.position == 0
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_steps_are_those_of_plain_pytorch(tier, passes):
+    plain = adapters(3)
+    reference = torch.optim.AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
+    model = adapters(3)
+    optimizer = sharded(model, tier)
+    for _ in range(4):
+        torch.testing.assert_close(step(model, optimizer, passes), step(plain, reference, passes))
+
+
+def test_gradients_of_a_second_backward_are_reduced_while_it_runs():
+    """Two forwards come first: the groups' sums of the second backward must not all wait for its end."""
+    model = adapters(6)
+    sharded(model)
+    engine = unwall.api.engine(model)
+    losses = [model(torch.full((2, WIDTH), value)).square().mean() for value in (0.1, 0.2)]
+    losses[0].backward()
+    reduced, reduce = [], engine.executor.reduce
+    at_end, end = [], engine.backward._end
+    engine.executor.reduce = lambda index, *args: (reduced.append(index), reduce(index, *args))[1]
+    engine.backward._end = lambda: (at_end.append(len(reduced)), end())[1]
+    losses[1].backward()
+    trained = {index for index, group in enumerate(engine.groups) if any(param.requires_grad for param in group.params)}
+    assert at_end == [len(trained)]
+    assert sorted(reduced) == sorted(trained)
+
+
+def test_a_submodule_called_alone_is_a_pass_of_its_own():
+    model = adapters(2)
+    sharded(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    plain = adapters(2)
+    torch.testing.assert_close(model[1](torch.ones(2, WIDTH)), plain[1](torch.ones(2, WIDTH)))
+    with pytest.raises(TypeError):
+        model(None)  # a forward that fails leaves nothing behind
+    torch.testing.assert_close(model[0](torch.ones(2, WIDTH)), plain[0](torch.ones(2, WIDTH)))
