@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bench.paper import SEQ, Largest
-from unwall.planner.candidates import KEPT, Allowance, Candidate, allowance_of, build, device_room, shortage
+from unwall.planner.candidates import Allowance, Candidate, allowance_of, build, device_room, shortage
 from unwall.planner.choose import ChosenPlan, choose
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import Hardware, load
@@ -96,6 +96,6 @@ def scaling(machine: str = "dgx-2") -> list[ScalingPoint]:
     for nodes in SCALING_NODES:
         hardware = load(machine).with_nodes(nodes)
         batch = SCALING_BATCH * hardware.devices
-        plan = choose(outline, hardware, batch=batch, seq=SEQ, directory="disk", kept=(*KEPT, "host"))
+        plan = choose(outline, hardware, batch=batch, seq=SEQ, directory="disk", kept=("keep", "recompute", "host"))
         found.append(ScalingPoint(hardware.devices, plan))
     return found

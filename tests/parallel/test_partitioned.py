@@ -117,3 +117,23 @@ def test_plans_that_cannot_be_carried_out():
             unwall.Plan(partition_activations=True, activations=activations)
     with pytest.raises(unwall.PlanError, match="needs a tensor-parallel dimension"):
         unwall.shard(build(), unwall.Plan(partition_activations=True, activations="recompute"))
+
+
+def decided(budgets):
+    """What ``activations="auto"`` makes of each block, pass by pass, where one tensor rank has little room."""
+    mesh, found = mesh_of(dp=1, tp=2), []
+    model, optimizer = made(mesh, activations="auto", device_bytes=budgets[mesh.get_local_rank("tp")])
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        tokens = torch.randint(64, (64, 32), generator=generator)
+        loss_of(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(list(unwall.api.engine(model).activations.used))
+    return found
+
+
+def test_tensor_ranks_decide_together(ranks):
+    first, second = ranks(2).run(decided, ["4MiB", "1GiB"])
+    assert first == second
+    assert any(choice != "keep" for choice in first[-1])

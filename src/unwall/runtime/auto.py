@@ -9,7 +9,8 @@ number of tokens is decided for in proportion when its first block begins; one w
 [Note: one decision]
 Ranks exchange what they measured at the beginning of passes with certain numbers, the same on every rank, and decide by the
 worst of it. In between a rank decides by its own numbers only where its pass differs from what was agreed on. Ranks that
-decide differently compute the same values: what differs is when they need their groups, and they negotiate that.
+decide differently compute the same values: what differs is when they need their groups, and they negotiate that. Tensor ranks
+are another matter: they run every block together, in backward again, so each decision is one of all of them.
 """
 
 import functools
@@ -113,9 +114,12 @@ class Auto:
         if self.left_alone or engine is None:
             return
         self._passes += 1
+        measured, met = self._census is not None, is_met(self._passes, MEASURED_PASSES)
         fresh = self._close(engine)
-        if engine.ranks.size > 1 and is_met(self._passes, MEASURED_PASSES):
+        if engine.ranks.size > 1 and met:
             fresh = _agreed(engine, fresh or self._observed)
+        for dimension in engine.others.tensor if measured or met else ():
+            fresh = _worst(dimension.ranks.every(fresh))
         if fresh is not None:
             self._observed = fresh
             self._ratio = 1.0
@@ -154,7 +158,7 @@ class Auto:
 
     def _decide(self, observed: Observed, *, may_move: bool) -> None:
         step = max(1, observed.room_bytes // STEPS)
-        left = self._room.left_bytes()
+        left = self._least(self._room.left_bytes())
         room = observed.room_bytes if left > observed.room_bytes - step else left // step * step
         key = (round(self._ratio, 2), room, may_move)
         if key not in self._decided:
@@ -228,7 +232,14 @@ class Auto:
         if self._choices:
             return self._choices[number]
         assert self._census is not None
-        return "keep" if 2 * max(self._census.kept_bytes) <= self._room.left_now_bytes() else "recompute"
+        return "keep" if 2 * max(self._census.kept_bytes) <= self._least(self._room.left_now_bytes()) else "recompute"
+
+    def _least(self, room_bytes: int) -> int:
+        """The least of the tensor ranks' room. See [Note: one decision]."""
+        engine = self._engine()
+        for dimension in engine.others.tensor if engine is not None else ():
+            room_bytes = min(dimension.ranks.every(room_bytes))
+        return room_bytes
 
     def _run(self, choice: Choice, block: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with moving(self._mover) if choice in ("move", "host") else nullcontext():
@@ -247,6 +258,8 @@ class Auto:
         """An out-of-memory in a block. False where it cannot be helped: the other ranks were told of it already."""
         engine = self._engine()
         if engine is None or (engine.ranks.size > 1 and engine.executor.agreement.failed):
+            return False
+        if engine.others.tensor:  # they run the block together: it cannot run again on this one alone
             return False
         self.survived += 1
         self._recompute_rest = True
@@ -271,5 +284,9 @@ class Auto:
 
 def _agreed(engine: Engine, mine: Observed | None) -> Observed | None:
     engine.together("a pass that decides about activations")
-    every = [one for one in engine.ranks.every(mine) if one is not None]
-    return worst(every) if every else None
+    return _worst(engine.ranks.every(mine))
+
+
+def _worst(every: list[Observed | None]) -> Observed | None:
+    known = [one for one in every if one is not None]
+    return worst(known) if known else None
