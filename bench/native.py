@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unwall.native.disk import DiskEngine, DiskFile, has_uring
+from unwall.native.journal import AdamWArrays, journal_bytes, resolve, update_journaled
 from unwall.native.memory import HostMemory
 from unwall.native.pool import AdamWOut, AdamWStep, DType, WorkerPool, isa
 
@@ -146,6 +147,34 @@ def bench_adamw(threads: int, rounds: int = 15) -> list[Row]:
     ]
 
 
+def bench_journal(threads: int, rounds: int = 15) -> list[Row]:
+    """The update with a way back, and what a step that clips makes of it, against the plain update."""
+    n = ADAMW_NUMEL // 4
+    with WorkerPool(threads) as pool:
+        half, grad = (tensor(n, torch.bfloat16, pool).normal_() for _ in range(2))
+        rest, exp_avg = tensor(n, torch.int16, pool), tensor(n, torch.float32, pool).normal_().mul_(0.3)
+        exp_avg_sq = tensor(n, torch.float32, pool).normal_().square_().add_(0.3)
+        places = [part.data_ptr() for part in (half, exp_avg, exp_avg_sq, grad, rest)]
+        arrays = AdamWArrays(
+            **dict(zip(("param", "exp_avg", "exp_avg_sq", "grad", "remainder"), places, strict=True)),
+            n=n,
+            grad_dtype=DType.BF16,
+        )
+        journal = HostMemory(journal_bytes(n), pool)
+        step = AdamWStep(lr=1e-3, weight_decay=0.01, step=10)
+        sides: dict[str, Callable[[], object]] = {
+            "plain": lambda: pool.adamw(*places[:4], n, step, grad_dtype=DType.BF16, remainder=places[4]).wait(),
+            "journaled": lambda: update_journaled(pool, arrays, step, journal.address).wait(),
+            "done again": lambda: resolve(pool, arrays, step, step.scaled(0.5), journal.address).wait(),
+        }
+        times = interleaved(sides, rounds)
+    rates = {name: [n / took / 1e9 for took in times[name]] for name in sides}
+    return [
+        compare("AdamW split with a journal / plain", 0.7, "Gelem/s", rates["journaled"], rates["plain"]),
+        compare("AdamW split taken back and done again / plain", 0.7, "Gelem/s", rates["done again"], rates["plain"]),
+    ]
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +277,7 @@ def main() -> None:
     rows: list[Row] = []
     if options.only in (None, "adamw"):
         rows += bench_adamw(options.threads)
+        rows += bench_journal(options.threads)
     if options.only in (None, "memory"):
         rows += bench_memory(options.threads)
     if options.only in (None, "disk"):

@@ -117,6 +117,16 @@ def test_second_places_take_what_the_host_leaves():
     assert terms_of(most)["host"][SHADOWS] == sum(states[2:])
 
 
+def test_journals_take_less_of_what_the_host_leaves():
+    plan = Plan(params="host", optimizer="host")
+    held = sum(terms_of(job(plan))["host"].values())
+    found = job(plan, host=int(1.2 * held), clip=False, journal=True)
+    assert found.shadowed + found.journaled == tuple(range(2, len(found.sizes)))
+    assert found.journaled
+    assert sum(terms_of(found)["host"].values()) <= 1.2 * held
+    assert not job(plan, host=int(1.2 * held), clip=False).journaled
+
+
 def test_on_the_host_s_own_cores_everything_adds_up():
     cores = dataclasses.replace(MACHINE, is_host=True, host_cores=2)
     step = Simulation(job(Plan(params="host", optimizer="host"), batch=4, seq=128), pace_of(cores, torch.bfloat16)).run()

@@ -5,7 +5,8 @@ Nothing is copied. Each block of the model's states is lent to the save: ``Block
 until it is written, which is mostly the thread that updates, so forward and backward go on: the update of the first groups is
 what the next forward waits for, and the save takes them in that order. A group that is updated ahead of the step needs no wait
 at all: its new values are in another block (optim/shadows.py), the old one stays as it is until the save has read it.
-Updates that were asked for before have ended by then, and those ahead of a step never touch the blocks of the states.
+Updates that were asked for before have ended by then; those ahead of a step do not touch the blocks of the states, or wait
+until they are read as well (optim/journaled.py).
 """
 
 import threading

@@ -10,7 +10,7 @@ import torch
 from unwall.native.pool import AdamWStep
 from unwall.optim.adamw_rule import AdamWRule
 from unwall.optim.alone import alone
-from unwall.optim.early import Ahead, EarlyUpdates, covers
+from unwall.optim.early import Ahead, EarlyUpdates, Speculate, covers
 from unwall.optim.group_update import host_work, settle, stores_of
 from unwall.optim.lean_rule import LeanRule, check_lean, wants_lean
 from unwall.optim.measure import Held
@@ -31,7 +31,9 @@ class AdamW(ShardedOptimizer):
     ``update_in_backward``: states on host and disk are updated in place while backward runs. That is faster where the host has
     no memory to spare, and a promise: each backward is followed by a ``step``, with the learning rate that was set before it,
     and nothing is clipped or scaled. Without it ``step`` stays the moment an update counts, and updates run ahead only where
-    spare memory keeps a way back; ``speculate=False`` leaves that memory alone and updates at ``step``.
+    spare memory keeps a way back; ``speculate=False`` leaves that memory alone and updates at ``step``. With
+    ``speculate="journal"``, where there is no room for a second place of the states, they are updated in place during backward,
+    and a journal of two bytes per parameter is the way back. The result is the same, bit by bit, with all three.
     ``skip_nonfinite``: a step with a gradient that is inf or NaN on any rank changes nothing, its gradients are forgotten, and
     ``unwall.stats(model).skipped_steps`` counts it. (Steps of a scaled loss are skipped anyway.)
     ``states="lean"``: of bf16 parameters 5 bytes are kept instead of 12: a master of 24 bits, and a byte for each moment
@@ -47,7 +49,7 @@ class AdamW(ShardedOptimizer):
         weight_decay: float = 1e-2,
         max_grad_norm: float | None = None,
         update_in_backward: bool = False,
-        speculate: bool = True,
+        speculate: Speculate = True,
         skip_nonfinite: bool = False,
         states: Literal["exact", "lean"] | None = None,
     ) -> None:
@@ -59,6 +61,8 @@ class AdamW(ShardedOptimizer):
             raise ValueError("update_in_backward=True cannot clip: the norm is known only when backward has ended")
         if update_in_backward and skip_nonfinite:
             raise ValueError("update_in_backward=True cannot skip a step: it has updated before all gradients are known")
+        if speculate not in (True, False, "journal"):
+            raise ValueError(f'speculate is True, False or "journal", got {speculate!r}')
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, max_grad_norm, skip_nonfinite)
         lean = wants_lean(states, any(engine.plan.lean for engine in self.engines()), speculate)
@@ -66,9 +70,13 @@ class AdamW(ShardedOptimizer):
         if lean:
             check_lean(group for param in self._params() for _, group, _ in self.places(param))
         self._early = EarlyUpdates(self.rule, update_in_backward, speculate)
-        leftovers = Leftovers(self, self._early.shadows.free)
+        frees = [self._early.shadows.free]
+        if self._early.journaling is not None:
+            frees.append(self._early.journaling.journals.free)
+        for leftovers in [Leftovers(self, free) for free in frees]:
+            for engine in self.engines():
+                leftovers.note(engine)
         for engine in self.engines():
-            leftovers.note(engine)
             engine.free_discarded()
         self._make_states()
         for engine in self.engines():
@@ -146,7 +154,8 @@ class AdamW(ShardedOptimizer):
                 self._check_promise(engine, index, slots, numbers, clipped)
             else:
                 left.append((engine, index, slots))
-        host_factor = super()._update(left, factor, inverse)
+        with self._early.claiming((engine, index) for engine, index, _ in left):
+            host_factor = super()._update(left, factor, inverse)
         gradients = [engine.gradients[index] for engine, index, _ in held]
         passes = max((gradient.passes for gradient in gradients), default=0)
         self._early.after_step(host_factor if clipped else None, passes, any(gradient.changed for gradient in gradients))

@@ -19,6 +19,7 @@ def out_of_place(engine: Engine, group: Group, rule: UpdateRule, speculation: Sp
 def _in_memory(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The update of a group in host memory."""
     gradient, stores = engine.gradients[group.index], speculation.stores
+    assert speculation.shadow is not None
     sources = spans_of({key: store.tensor(write=False) for key, store in stores.items()}, gradient.value, speculation.runs)
     targets = spans_of(speculation.shadow.tensors(stores), gradient.value, speculation.runs)
     landing = gradient.landing
@@ -34,6 +35,7 @@ def _in_memory(engine: Engine, group: Group, rule: UpdateRule, speculation: Spec
 def _through_disk(engine: Engine, group: Group, rule: UpdateRule, speculation: Speculation) -> Callable[[], None]:
     """The same for a group with states on disk."""
     gradient = engine.gradients[group.index]
+    assert speculation.shadow is not None
     parts = StateParts(speculation.stores, gradient.source, speculation.shadow.blocks)
     name, factor = f"{group.name}, ahead", Factor(1.0, None)
     update = DiskUpdate(name, rule, parts, speculation.runs, engine.tiers, gradient.landing, factor)

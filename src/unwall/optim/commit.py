@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from unwall.optim.journaled import JournaledUpdate
 from unwall.optim.speculation import Progress, Speculation
 from unwall.optim.updates import Factor
 from unwall.runtime.engine import Engine
@@ -26,9 +27,41 @@ class Commit:
         found, scale = self._speculation, self._factor.get()
         committed = scale == 1.0 and found.progress is Progress.FINISHED
         if committed:
+            assert found.shadow is not None
             found.shadow.swap(found.stores)
             self._engine.speculation.committed += 1
         else:
             self._engine.speculation.missed += scale != 1.0  # otherwise it was only too late
         found.progress = Progress.RESOLVED
         return committed
+
+
+class KeepOrRedo:
+    """The same for an update in place: kept, or taken back and done again with the factor of the step."""
+
+    def __init__(self, engine: Engine, update: JournaledUpdate, factor: Factor, otherwise: Callable[[], None]) -> None:
+        self._engine = engine
+        self._update = update
+        self._factor = factor
+        self._otherwise = otherwise
+
+    def __call__(self) -> None:
+        scale = self._factor.get()
+        if not self._update.resolve(scale):
+            self._otherwise()
+        elif scale == 1.0:
+            self._engine.speculation.committed += 1
+        else:
+            self._engine.speculation.missed += 1
+
+
+class TakeBack:
+    """For an update in place that does not count: taken back, and done anew."""
+
+    def __init__(self, update: JournaledUpdate, otherwise: Callable[[], None]) -> None:
+        self._update = update
+        self._otherwise = otherwise
+
+    def __call__(self) -> None:
+        self._update.give_up()
+        self._otherwise()

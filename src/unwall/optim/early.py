@@ -5,8 +5,8 @@ A gradient that has landed on the host can be used at once, if ``step`` will use
 the same learning rate. Nobody knows that yet. So the update goes *out of place* into a shadow (optim/shadows.py), and ``step``
 commits it by swapping the group's blocks with the shadow's, or lets it lie and updates in place as usual (optim/commit.py).
 Whatever the user does between backward and ``step``, the result is that of a synchronous step. Shadows take what host and disk
-have free; groups without one are updated at ``step``. Where the last steps say that it would be in vain, nothing is speculated
-(optim/policy.py).
+have free; groups without one are updated at ``step`` or, with ``speculate="journal"``, in place with a way back
+(optim/journaled.py). Where the last steps say that it would be in vain, nothing is speculated (optim/policy.py).
 
 [Note: who waits for whom]
 The thread that trains waits for updates here in two places only. Told of a gradient that has landed (``Engine._hand_out``,
@@ -21,12 +21,16 @@ the update runs in place and needs no shadow; breaking the promise is an error.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from unwall.native.library import DiskError
 from unwall.optim.ahead import out_of_place
-from unwall.optim.commit import Commit
+from unwall.optim.commit import Commit, KeepOrRedo, TakeBack
+from unwall.optim.journaled import JournaledUpdate
+from unwall.optim.journaling import Journaling
 from unwall.optim.policy import SpeculationPolicy
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
@@ -34,6 +38,7 @@ from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
 from unwall.optim.speculation import Key, Progress, Speculation, Speculations, Wanted
 from unwall.optim.updates import Factor, HostUpdate, on_update_thread
 from unwall.runtime.engine import Engine
+from unwall.runtime.failures import FailureDomain
 from unwall.shards.group import Group
 from unwall.shards.states import StateKey
 from unwall.shards.store import Store
@@ -50,16 +55,24 @@ class Ahead:
     """The step will update them in place."""
 
 
+Speculate = Literal["journal"] | bool
+"""Whether updates run ahead of ``step``, into shadows; ``"journal"``: also in place with a way back, where there is no room for
+them."""
+
+
 class EarlyUpdates:
     """What one optimizer does when a gradient is reduced. See [Note: speculation] and [Note: update in backward]."""
 
-    def __init__(self, rule: UpdateRule, in_place: bool, speculate: bool) -> None:
+    def __init__(self, rule: UpdateRule, in_place: bool, speculate: Speculate) -> None:
         self.in_place = in_place
         self._rule = rule
         self.applied: dict[Key, list[Run]] = {}
         """Groups that were updated in place since the last step, and with which numbers."""
         self.shadows = Shadows()
-        self._allowed = speculate
+        self._allowed = speculate is not False
+        self.journaling = Journaling(self.shadows) if speculate == "journal" else None
+        self._claimed: dict[Key, JournaledUpdate] = {}
+        """Updates in place that the step under way decides about."""
         self._policy = SpeculationPolicy()
         self._speculations = Speculations()
         self._seen: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -71,6 +84,8 @@ class EarlyUpdates:
         self.applied.clear()
         self.forget()
         self._policy.stepped(passes, clips=factor is not None, changed=changed)
+        if self.journaling is not None:
+            self.journaling.stepped()
         self._last = factor if passes <= 1 else None
 
     def wanted(self) -> bool:
@@ -78,6 +93,8 @@ class EarlyUpdates:
         if self._last is not None and self._last.known is not None:
             self._policy.scaled_by(self._last.known)
             self._last = None
+        if self.journaling is not None and self._policy.journal_wanted:
+            return True
         return self._allowed and self._policy.wanted
 
     def read(self) -> Ahead:
@@ -95,8 +112,12 @@ class EarlyUpdates:
         forgotten = self._speculations.take(key)  # a backward was forgotten without this optimizer's zero_grad
         if forgotten is not None:
             forgotten.want(Wanted.NO)
-        shadow = self._shadow_for(engine, group, stores)
+        self._know(engine)
+        if self.journaling is not None:
+            self.journaling.choose(engine)
+        shadow = self._shadow_for(engine, group, stores) if self._policy.wanted else None
         if shadow is None:
+            self._journal(engine, group, stores, runs)
             return
         gradient = engine.gradients[group.index]
         speculation = Speculation(shadow, group.home.on_disk, stores, runs, gradient.serial, group.generation, gradient.landing)
@@ -109,14 +130,29 @@ class EarlyUpdates:
         self._speculations.add(key, speculation)
         HostUpdate(self._speculations.run_next, engine.failures)  # as often as there are speculations
 
+    def _journal(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
+        """Starts the update of a group in place, if there is a journal for it."""
+        if self.journaling is None or not self._policy.journal_wanted:
+            return
+        update = self.journaling.begin(engine, group, stores, runs)
+        if update is not None:
+            self._speculations.add((id(engine), group.index), update)
+            HostUpdate(self._speculations.run_next, engine.failures)
+
     def forget(self) -> None:
-        """The gradients are gone, and with them what was computed ahead."""
+        """The gradients are gone, and with them what was computed ahead. What was updated in place is taken back."""
+        found = self._speculations.open() if self.journaling is not None else []
         self._speculations.forget()
+        for speculation in found:
+            if isinstance(speculation, JournaledUpdate):
+                HostUpdate(speculation.give_up, FailureDomain())  # in the background; whoever comes first does it
 
     def leave(self, engine: Engine) -> None:
         """The engine's states move to other tiers: nothing of what was computed ahead, or of its memory, is of use there."""
         self.forget()
         self.shadows.leave(engine)
+        if self.journaling is not None:
+            self.journaling.leave(engine)
         self._seen.discard(engine)
 
     def reclaim(self) -> None:
@@ -125,13 +161,38 @@ class EarlyUpdates:
         self._policy.reclaimed()
         self.forget()
         self.shadows.reclaim(wait=not on_update_thread())
+        if self.journaling is not None:
+            self.journaling.journals.reclaim(wait=not on_update_thread())
+
+    @contextmanager
+    def claiming(self, groups: Iterable[tuple[Engine, int]]) -> Iterator[None]:
+        """A step decides about what was updated in place: inside, nobody else takes it back. What it has not come to in the
+        end (it failed) is as before."""
+        try:
+            for engine, index in groups if self.journaling is not None else ():
+                pending = engine.groups[index].pending
+                if isinstance(pending.ahead, JournaledUpdate) and self._speculations.has(pending.ahead):
+                    self._claimed[id(engine), index], pending.ahead = pending.ahead, None
+            yield
+        finally:
+            for update in self._claimed.values():
+                if update.commit is None and update.pending is not None:
+                    update.pending.ahead = update
+            self._claimed.clear()
 
     def commit_or(
         self, engine: Engine, group: Group, runs: list[Run], factor: Factor, otherwise: Callable[[], None]
     ) -> HostUpdate:
         """Queues a group's update: what was computed ahead, if that holds and nothing is clipped, ``otherwise`` in place."""
+        claimed = self._claimed.get((id(engine), group.index))
         speculation = self._take(engine, group, runs)
-        work = otherwise if speculation is None else Commit(engine, speculation, factor, otherwise)
+        work = otherwise
+        if isinstance(speculation, JournaledUpdate):
+            work = KeepOrRedo(engine, speculation, factor, otherwise)
+        elif speculation is not None:
+            work = Commit(engine, speculation, factor, otherwise)
+        elif claimed is not None:
+            speculation, work = claimed, TakeBack(claimed, otherwise)
         update = HostUpdate(work, engine.failures, again=group.home.on_disk)
         if speculation is not None:
             speculation.commit = update
@@ -153,12 +214,15 @@ class EarlyUpdates:
         engine.speculation.missed += 1
         return None
 
-    def _shadow_for(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
+    def _know(self, engine: Engine) -> None:
+        """Gives back what it has there when someone needs the memory."""
         if engine not in self._seen:
             self._seen.add(engine)
             for ledger in engine.tiers.ledgers.values():
                 if ledger.tier != "device":
                     ledger.ask_before_refusing(self.reclaim)
+
+    def _shadow_for(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         if not group.home.on_disk:
             return self.shadows.of_group(engine, group, stores)
         ahead = sum(other.through_disk and other.under_way for other in self._speculations.open())

@@ -14,12 +14,11 @@ because its own memory may have to be reclaimed, and is known to others only whe
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
 
+from unwall.optim.lending import Lendable, take_idle
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.states import StateKey
@@ -33,41 +32,16 @@ DISK_AHEAD = 2
 """Updates through the disk ahead of ``step`` that are under way at once: the next one is ready when one ends."""
 
 
-class User(Protocol):
-    """What writes into a shadow, and commits it or does not."""
-
-    @property
-    def settled(self) -> bool:
-        """It will not touch the shadow any more."""
-        ...
-
-    def stop(self) -> None:
-        """Waits until it is settled, and gives up what will not be committed."""
-        ...
-
-
-class _Taken:
-    """Stands for a user that is about to be known."""
-
-    settled = False
-
-    def stop(self) -> None:
-        """Nothing is under way yet."""
-
-
-_TAKEN = _Taken()
-
-
-class Shadow:
+class Shadow(Lendable):
     """A second place for every state of one group, each on the tier where the state lives. Keeps no tier and no model alive.
 
     It is taken from the start: whoever makes it lends it to a user.
     """
 
     def __init__(self, stores: dict[StateKey, Store], tiers: Tiers) -> None:
+        super().__init__()
         self._tiers = weakref.ref(tiers)
         self.blocks: dict[StateKey, Block] = {}
-        self._user: Callable[[], User | None] = lambda: _TAKEN
         try:
             for name, store in stores.items():
                 label = f"shadow of the {store.label}"
@@ -80,27 +54,8 @@ class Shadow:
             self.free()
             raise
 
-    def take(self) -> None:
-        """From now on it is the caller's, who lends it."""
-        self._user = lambda: _TAKEN
-
-    def lend(self, user: User) -> None:
-        """From now on the shadow is that user's, until it is settled or gone."""
-        self._user = weakref.ref(user)
-
-    @property
-    def idle(self) -> bool:
-        user = self._user()
-        return (user is None or user.settled) and all(block.reader is None for block in self.blocks.values())
-
-    def stop_user(self) -> None:
-        """Waits for what its user has under way. How that ended is known to those who asked for it."""
-        for block in list(self.blocks.values()):
-            block.await_reader()
-        user = self._user()
-        if user is not None and not user.settled:
-            with suppress(Exception):
-                user.stop()
+    def held(self) -> Iterable[Block]:
+        return self.blocks.values()
 
     def fits(self, stores: dict[StateKey, Store]) -> bool:
         """Whether these states can be swapped with what is here."""
@@ -134,6 +89,10 @@ class Shadows:
         self._on_disk: weakref.WeakKeyDictionary[Engine, list[Shadow]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()  # nobody waits or allocates under it
 
+    def choose(self, engine: Engine, indices: set[int]) -> None:
+        """The groups that may have one, where another decision than ``choose_shadowed`` is taken."""
+        self._chosen[engine] = indices
+
     def of_group(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         """Takes the shadow of a group that lives in host memory, if it has one and it is not in use."""
         if engine not in self._chosen:
@@ -141,7 +100,7 @@ class Shadows:
         with self._lock:
             found = self._of_groups.get(group)
             if found is not None:
-                return _take_idle([found])
+                return take_idle([found])
         if group.index not in self._chosen[engine]:
             return None
         made = _shadow(stores, engine.tiers)
@@ -156,7 +115,7 @@ class Shadows:
         """Takes a shadow for a group with states on disk that is not in use, if there is room for one."""
         with self._lock:
             pool = self._on_disk.setdefault(engine, [])
-            found = _take_idle([shadow for shadow in pool if shadow.fits(stores)])
+            found = take_idle([shadow for shadow in pool if shadow.fits(stores)])
         if found is not None:
             return found
         made = _shadow(stores, engine.tiers)
@@ -197,15 +156,6 @@ class Shadows:
         return [*of_groups, *(shadow for pool in on_disk for shadow in pool)]
 
 
-def _take_idle(shadows: list[Shadow]) -> Shadow | None:
-    """The first one that is not in use, taken."""
-    for shadow in shadows:
-        if shadow.idle:
-            shadow.take()
-            return shadow
-    return None
-
-
 def _shadow(stores: dict[StateKey, Store], tiers: Tiers) -> Shadow | None:
     """A new shadow, where there is room to spare for one."""
     sizes = {True: 0, False: 0}
@@ -223,12 +173,18 @@ def choose_shadowed(engine: Engine) -> set[int]:
     """The groups in host memory that get a shadow. See [Note: which groups get a shadow]."""
     left = spare_bytes(engine.tiers.host.ledger)
     chosen = set()
-    for group in engine.groups:
-        if group.home.tier != "host" or group.home.on_disk or group.param is None:
-            continue
-        needed = group.param.nbytes + sum(store.nbytes for store in group.states.values())
+    for index, needed in shadow_sizes(engine).items():
         if needed > left:
             break
-        chosen.add(group.index)
+        chosen.add(index)
         left -= needed
     return chosen
+
+
+def shadow_sizes(engine: Engine) -> dict[int, int]:
+    """What a shadow of each group that lives in host memory takes, in the order of the model."""
+    found = {}
+    for group in engine.groups:
+        if group.home.tier == "host" and not group.home.on_disk and group.param is not None:
+            found[group.index] = group.param.nbytes + sum(store.nbytes for store in group.states.values())
+    return found

@@ -47,7 +47,8 @@ class Progress(enum.Enum):
 class Speculation:
     """An update into a shadow, and what it took for granted."""
 
-    shadow: Shadow
+    shadow: Shadow | None
+    """Where it writes. None: in place, see optim/journaled.py."""
     through_disk: bool
     stores: dict[StateKey, Store]
     runs: list[Run]
@@ -131,6 +132,11 @@ class Speculations:
         """The one of a group, which is not looked after here any more. It stays in line."""
         with self._lock:
             return self._open.pop(key, None)
+
+    def has(self, speculation: Speculation) -> bool:
+        """Whether it is one of those that ``step`` has not taken yet."""
+        with self._lock:
+            return any(known is speculation for known in self._open.values())
 
     def open(self) -> list[Speculation]:
         """Those that ``step`` has not taken yet."""

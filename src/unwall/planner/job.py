@@ -4,6 +4,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from unwall.optim.journals import group_journal_bytes
+from unwall.optim.policy import Room as Ways
+from unwall.optim.policy import Way, choose_ways
 from unwall.planner.activations import Activations, activations_of, link_of
 from unwall.planner.outline import Outline, Stretch
 from unwall.planner.pace import Pace
@@ -47,13 +50,15 @@ class Job:
     activations: Activations
     shadowed: tuple[int, ...] = ()
     """Groups with a second place for their states on the host, so that they can be updated before the step."""
+    journaled: tuple[int, ...] = ()
+    """Groups with a journal on the host instead."""
 
     @property
     def early(self) -> frozenset[int]:
         """Groups that are updated while backward runs."""
         if self.workload.update_in_backward:
             return frozenset(index for index, home in enumerate(self.homes) if home.tier == "host")
-        return frozenset(self.shadowed)
+        return frozenset(self.shadowed + self.journaled)
 
     @cached_property
     def stretches(self) -> list[Stretch]:
@@ -115,7 +120,7 @@ def make_job(
     planned = _planned(outline, plan, ranks, Room(of_states, host_room_bytes))
     sizes = sizes_of(planned, plan, ranks)
     homes = place(sizes, plan, of_states, host_room_bytes)
-    shadowed = _shadowed(sizes, homes, workload, host_room_bytes)
+    shadowed, journaled = _ahead(sizes, homes, workload, host_room_bytes)
     room, link = None, NO_LINK
     if shared and device_room_bytes is not None:
         pairs = list(zip(sizes, homes, strict=True))
@@ -128,7 +133,7 @@ def make_job(
             fetched = sum(size.flat_bytes for size, home in pairs if home.params != "device") / ranks
             link = link_of(pace, room, spare, fetched)
     kept = activations_of(outline.description, workload, room, link, pace)
-    return Job(outline, plan, ranks, workload, tuple(planned), tuple(sizes), tuple(homes), kept, shadowed)
+    return Job(outline, plan, ranks, workload, tuple(planned), tuple(sizes), tuple(homes), kept, shadowed, journaled)
 
 
 def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
@@ -161,20 +166,27 @@ def shadow_bytes(size: Sizes) -> int:
     return size.shard_bytes + size.state_bytes
 
 
-def _shadowed(sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None) -> tuple[int, ...]:
-    """The first groups of the model whose second place the host has room for, as ``optim/shadows.py`` chooses them."""
+def planned_journal_bytes(size: Sizes) -> int:
+    """What a journal of a group takes."""
+    return group_journal_bytes(size.own_numel, runs=1)
+
+
+def _ahead(
+    sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The groups with a second place, and those with a journal, as far as the host has room, as ``optim/`` chooses them."""
     if load.clip or load.passes > 1 or load.update_in_backward:
-        return ()
+        return (), ()
     held = sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True))
     left = float("inf") if room_bytes is None else room_bytes - held
-    chosen = []
-    for index, (size, home) in enumerate(zip(sizes, homes, strict=True)):
-        if home.tier != "host" or home.on_disk or not size.trainable:
-            continue
-        left -= shadow_bytes(size)
-        if left < 0:
-            break
-        # Those whose gradients are still on their way when backward ends are updated at the step.
-        if index >= REDUCES_IN_FLIGHT or homes[0].tier == "device":
-            chosen.append(index)
-    return tuple(chosen)
+    pairs = enumerate(zip(sizes, homes, strict=True))
+    able = [index for index, (size, home) in pairs if home.tier == "host" and not home.on_disk and size.trainable]
+    nothing = float("inf")
+    rooms = [Ways(shadow_bytes(sizes[at]), planned_journal_bytes(sizes[at]) if load.journal else nothing) for at in able]
+    # Those whose gradients are still on their way when backward ends are updated at the step.
+    late = 0 if homes[0].tier == "device" else REDUCES_IN_FLIGHT
+    ways = [(at, way) for at, way in zip(able, choose_ways(rooms, left), strict=True) if at >= late]
+    return (
+        tuple(index for index, way in ways if way is Way.SHADOW),
+        tuple(index for index, way in ways if way is Way.JOURNAL),
+    )

@@ -2,7 +2,7 @@
 
 import torch
 
-from unwall.planner.job import Job, shadow_bytes
+from unwall.planner.job import Job, planned_journal_bytes, shadow_bytes
 from unwall.shards.placement import (
     CHUNKS_IN_FLIGHT,
     RING_SLOTS,
@@ -24,6 +24,7 @@ WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
 GATHERED, GRADIENTS_MOVING = "gathered at once", "gradients on their way"
 CHUNKS, RINGS, LOOKED_AT = "chunks under update", "rings between disk and device", "a state looked at"
 SHADOWS = "second places, for updates before the step"
+JOURNALS = "journals, for updates before the step"
 IGNORED = "parameters left alone, and their gradients"
 ACTIVATIONS, CHECKPOINTS = "activations (estimate)", "activation checkpoints (estimate)"
 
@@ -39,6 +40,7 @@ def terms_of(job: Job) -> Terms:
             found[tier][name] = found[tier].get(name, 0) + nbytes
     _add_working(job, found)
     found["host"][SHADOWS] = sum(shadow_bytes(job.sizes[index]) for index in job.shadowed)
+    found["host"][JOURNALS] = sum(planned_journal_bytes(job.sizes[index]) for index in job.journaled)
     on_device, on_host = job.activation_bytes()
     found["device"][ACTIVATIONS] = on_device
     found["device"][IGNORED] = job.outline.ignored_bytes

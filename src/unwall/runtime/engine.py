@@ -41,6 +41,8 @@ class Speculated:
 
     committed: int = 0
     missed: int = 0
+    escaped: int = 0
+    """Elements whose way back did not fit into a journal's two bytes, of updates in place (optim/journaled.py)."""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def _counters(stats: "Stats") -> list[Row]:
         ("written to disk per step", format_bytes(round(stats.disk_bytes_per_step))),
         ("updates ahead of the step: used", f"{ahead.committed:,}"),
         ("updates ahead of the step: done again", f"{ahead.missed:,}"),
+        *([("elements that escaped a journal", f"{ahead.escaped:,}")] if ahead.escaped else []),
         ("trace mismatches", f"{stats.trace_mismatches:,}"),
         ("control exchanges", f"{stats.control_exchanges:,}"),
     ]

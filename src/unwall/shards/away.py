@@ -107,9 +107,18 @@ class OnHost(Away):
             self._sum.tensor().add_(self._arrivals.tensor(write=False))
 
     def _source(self) -> torch.Tensor:
+        return self._held().tensor(write=False)
+
+    def read(self, write: bool = False) -> torch.Tensor:
+        value = super().read(write)
+        if write:
+            self._held().tensor()  # nothing that was updated ahead of its step needs it as it is
+        return value
+
+    def _held(self) -> Store:
         held = self._sum or self._arrivals
         assert held is not None
-        return held.tensor()
+        return held
 
     @property
     def sum_bytes(self) -> int:
@@ -131,8 +140,8 @@ class OnHost(Away):
             self._sum = total
 
     def _store(self, dtype: torch.dtype, pinned: bool = False) -> Store:
-        label = f"gradient shard of {self._group.name}"
-        return Store(self._tiers, self._group.pending, "host", self._group.own_numel, dtype, label, pinned=pinned)
+        label, numel = f"gradient shard of {self._group.name}", self._group.own_numel
+        return Store(self._tiers, self._group.pending, "host", numel, dtype, label, pinned=pinned, gradient=True)
 
 
 class OnDisk(Away):

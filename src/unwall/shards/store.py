@@ -6,11 +6,16 @@ Whoever reads a state must come after both. So a store hands out nothing before:
 update (and raise what it failed with), and ``block`` first writes back what was looked at. An update itself takes its blocks
 before it begins, and gives new ones back with ``exchange``.
 
+An update ahead of its step may have been made in place (optim/journaled.py). It does not count yet, so whoever reads a state,
+or would change the gradient that it has used, takes it back first. Reading the gradient does not.
+
 [Note: staging]
 On device and host a state is a tensor all the time. On disk it becomes one, in host memory, when it is asked for, and goes
 back when the next group is asked for or before anything else reads the disk. Only one group's states are out at a time, so
 looking through a whole model needs memory for one group.
 """
+
+from typing import Protocol
 
 import torch
 
@@ -45,6 +50,14 @@ class Staging:
             self._out[-1].go_back()
 
 
+class Ahead(Protocol):
+    """An update in place of which it is not known yet whether it counts."""
+
+    def take_back(self) -> None:
+        """The states are as before. May be called again."""
+        ...
+
+
 class Pending:
     """What is under way on one group's states; all stores of the group share it. See [Note: settled]."""
 
@@ -52,14 +65,24 @@ class Pending:
         self.staging = staging
         self.update: Ticket | None = None
         """An update of the group that is under way on the host."""
+        self.ahead: Ahead | None = None
+        """An update ahead of its step, in place."""
 
     @property
     def updating(self) -> bool:
-        """Whether an update is still at work (or has failed and is to be tried again)."""
-        return self.update is not None and not self.update.done()
+        """Whether an update is still at work, has failed and is to be tried again, or may yet be taken back."""
+        return self.ahead is not None or (self.update is not None and not self.update.done())
 
     def settle(self) -> None:
-        """Waits for an update that is under way; raises what it failed with. Then it stays, and the next use tries again."""
+        """Takes back what is ahead of its step, and waits for an update that is under way; raises what it failed with. Then it
+        stays, and the next use tries again."""
+        if self.ahead is not None:
+            self.ahead.take_back()
+            self.ahead = None
+        self.settle_update()
+
+    def settle_update(self) -> None:
+        """Waits for an update that is under way. What is ahead of its step stays."""
         if self.update is not None:
             self.update.wait()
             self.update = None
@@ -79,6 +102,7 @@ class Store:
         *,
         pinned: bool = False,
         block: Block | None = None,
+        gradient: bool = False,
     ) -> None:
         self.dtype = dtype
         self.numel = numel
@@ -89,6 +113,8 @@ class Store:
         self._tiers = tiers
         self._staged: HostBlock | None = None
         self._changed = False
+        self._gradient = gradient
+        """Updates only read it."""
 
     @property
     def tier(self) -> TierName:
@@ -121,7 +147,10 @@ class Store:
 
     def tensor(self, write: bool = True) -> torch.Tensor:
         """The state as a tensor, up to date. Without ``write`` it must not be changed."""
-        self.pending.settle()
+        if self._gradient and not write:
+            self.pending.settle_update()
+        else:
+            self.pending.settle()
         if isinstance(self._block, MemoryBlock):
             if write:
                 self._block.await_reader()
