@@ -26,7 +26,7 @@ from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine, forget_interrupted
 from unwall.runtime.hooks import engine_of
-from unwall.runtime.init import Pager, Shelf, building
+from unwall.runtime.init import Pager, Shelf, building, paged_bytes
 from unwall.runtime.meta_buffers import fill_meta_buffers
 from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
@@ -71,7 +71,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     ranks, others = (
         (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
     )
-    room = smallest(ranks.every(room_on(device.device, plan)))
+    room = smallest(ranks.every(room_on(device.device, plan, paged_bytes(model))))
     number = ranks.rank if others is None or others.everyone is None else others.everyone.rank
     tiers = partial(open_tiers, plan, device, number)
     made = assemble(model, plan, ranks, room, tiers, partial(start_value, others), others=others)

@@ -107,6 +107,11 @@ class Page:
             self._params.append(weakref.ref(param))
 
     @property
+    def host_bytes(self) -> int:
+        """What its part takes of the host's memory."""
+        return self._part.nbytes if isinstance(self._part, torch.Tensor) else 0
+
+    @property
     def is_out(self) -> bool:
         return self._part is not None
 
@@ -326,6 +331,12 @@ def building() -> bool:
 def is_paged(param: nn.Parameter) -> bool:
     """Whether its value waits here for ``shard``."""
     return param in _pages
+
+
+def paged_bytes(model: nn.Module) -> int:
+    """Host memory of this rank that ``shard`` gives back as it takes the values of a model from here."""
+    pages = {id(found[0]): found[0] for found in (_pages.get(param) for param in model.parameters()) if found is not None}
+    return sum(page.host_bytes for page in pages.values())
 
 
 def whole_value(param: nn.Parameter) -> torch.Tensor | None:

@@ -20,8 +20,9 @@ HOST_SHARE = 0.85
 """The same for the host's available memory."""
 
 
-def room_on(device: torch.device, plan: Plan) -> Room:
-    """What states may take of each tier: what the plan says or, where it says nothing, what the machine has to spare."""
+def room_on(device: torch.device, plan: Plan, freed_bytes: int = 0) -> Room:
+    """What states may take of each tier: what the plan says or, where it says nothing, what the machine has to spare.
+    ``freed_bytes``: host memory of this rank that is given back as the states take it."""
     device_bytes, host_bytes, disk_bytes = plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes
     if device_bytes is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -29,7 +30,7 @@ def room_on(device: torch.device, plan: Plan) -> Room:
     elif device_bytes is not None and device.type == "cuda" and plan.activations == "auto":
         device_bytes = int(device_bytes * STATE_SHARE)  # the same: they are part of the budget
     if host_bytes is None and (device.type == "cuda" or plan.directories):
-        host_bytes = int(available_bytes() * HOST_SHARE / local_ranks())
+        host_bytes = int((available_bytes() / local_ranks() + freed_bytes) * HOST_SHARE)
     if disk_bytes is None and plan.directories and all(folder.is_dir() for folder in plan.directories):
         smallest = min(shutil.disk_usage(folder).free for folder in plan.directories)
         disk_bytes = smallest * len(plan.directories) // local_ranks()
