@@ -119,6 +119,7 @@ def test_what_makes_no_sense_is_refused(pool):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_an_accelerator_packs_the_same_bits(pool, dtype, bits):

@@ -235,6 +235,7 @@ def test_a_probe_that_fails_is_said_plainly(counted, monkeypatch, tmp_path):
     assert "No space left on device" in found.output
 
 
+@pytest.mark.clock
 def test_70b_in_seconds(tmp_path):
     """The whole command, imports too, in seconds of a processor (others may be using the machine)."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))

@@ -269,8 +269,8 @@ def test_what_the_disk_needs_on_the_host_covers_chunks_and_rings(sizes):
             assert (elements, total) == (0, 0)
             continue
         largest = max(size.own_numel for size, _ in on_disk)
-        assert elements % (ALIGNMENT // 2) == 0
-        assert elements == CHUNK_ELEMENTS or largest <= 16 * elements < largest + 16 * ALIGNMENT // 2
+        assert elements % ALIGNMENT == 0
+        assert elements == CHUNK_ELEMENTS or largest <= 16 * elements < largest + 16 * ALIGNMENT
         widest = max(max(size.shard_bytes, size.grad_bytes) for size, _ in on_disk)
         assert slot % ALIGNMENT == 0
         assert slot == RING_SLOT_BYTES or widest <= RING_SLOTS * slot < widest + RING_SLOTS * ALIGNMENT

@@ -188,8 +188,8 @@ def shard_tight(model: nn.Module, plan: Plan = FP32) -> int:
     while budget < limit:
         try:
             unwall.shard(model, Plan(**fields, **ON_DEVICE, device_bytes=budget))
-        except PlanError:
-            budget = int(budget * 1.05) + 64
+        except PlanError as refusal:  # it names a budget that was tried, and is close to the least
+            budget = max(int(budget * 1.05) + 64, int(refusal.lack[1] * 0.9) if refusal.lack[0] == 0 else 0)
         else:
             return budget
     raise AssertionError(f"no device budget up to {limit} bytes was accepted for {whole_bytes} bytes of parameters")

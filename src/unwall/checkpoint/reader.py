@@ -30,7 +30,7 @@ from unwall.checkpoint.manifest import Manifest, Tensor
 from unwall.checkpoint.validation import check_files
 from unwall.native.checksum import crc32
 
-THREADS = 6
+THREADS = 4
 TRIED_FROM = 96
 """How many blocks there must be for it to pay to try both ways. Fewer are read past the page cache, unless it is one."""
 CACHE_WORTH = 1.2

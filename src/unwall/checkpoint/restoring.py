@@ -26,7 +26,7 @@ from unwall.tiers.disk import named
 from unwall.tiers.sizes import align_up
 from unwall.tiers.tiers import Tiers
 
-CHUNKS_AHEAD = 6
+CHUNKS_AHEAD = 4
 CHUNK_BYTES = CHUNK_ELEMENTS * 8
 
 
