@@ -84,13 +84,14 @@ class Engine:
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
         names, device = self._names, tiers.device.device
+        crossed = bool(self.others.beyond)
         self.executor = Executor(
             groups,
             gradients,
             tiers.device.ledger,
             ranks.size,
             self.lane,
-            lambda acts: Agreement(ranks, names, acts, device, Feigned(groups, gradients, ranks, device)),
+            lambda acts: Agreement(ranks, names, acts, device, Feigned(groups, gradients, ranks, device), crossed),
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""

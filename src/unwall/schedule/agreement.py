@@ -54,8 +54,12 @@ MOST_SINCE_STEP = 128
 class Agreement:
     """One rank's side of it. See [Note: agreement]."""
 
-    def __init__(self, ranks: Ranks, names: Sequence[str], acts: Acts, device: torch.device, feigned: Feigned) -> None:
+    def __init__(
+        self, ranks: Ranks, names: Sequence[str], acts: Acts, device: torch.device, feigned: Feigned, crossed: bool = False
+    ) -> None:
+        """``crossed``: the model itself waits for ranks of other dimensions in its passes (tensor, pipeline)."""
         self._ranks = ranks
+        self._crossed = crossed
         self._control = ranks.control
         self._names = names
         self._acts = acts
@@ -79,9 +83,12 @@ class Agreement:
             self._take(Op(GATHER, index))
 
     def may_gather_ahead(self, index: int) -> bool:
-        """Whether a gather that is not needed yet may begin now. By script: only in its turn."""
+        """Whether a gather that is not needed yet may begin now. By script: only in its turn.
+
+        Without a script it is negotiated, and whoever asks waits for the others. What is not needed yet is asked for by one
+        rank sooner than by another (whose update still runs): with ranks of two dimensions they could wait in a circle."""
         follow = self._following()
-        return follow is None or follow.is_next(Op(GATHER, index))
+        return not (self._crossed and self._ranks.size > 1) if follow is None else follow.is_next(Op(GATHER, index))
 
     def reduce(self, index: int, bits: tuple[int, ...]) -> None:
         """This rank's gradients of a group are complete; ``bits``: of which parameters."""
