@@ -19,16 +19,16 @@ from unwall.checkpoint.manifest import Manifest
 from unwall.checkpoint.matching import Matched, match
 from unwall.checkpoint.meeting import Meeting
 from unwall.checkpoint.names import Names, names_of
-from unwall.checkpoint.once import MASTER_NAME, Key, masters, read_again, read_once, states_of
-from unwall.checkpoint.optimizer_entry import apply_entry, check_optimizer
+from unwall.checkpoint.once import MASTER, Key, masters, read_again, read_once, states_of
+from unwall.checkpoint.optimizer_entry import apply_entry
 from unwall.checkpoint.reader import CheckpointFiles
 from unwall.checkpoint.restoring import Restorer, lacks_master, master_homes
 from unwall.checkpoint.save import begin
 from unwall.checkpoint.stages import Stages, meet_stages
+from unwall.checkpoint.trained import Optimizers, Trained, check_optimizers
 from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
 from unwall.checkpoint.waiting import Waiting
-from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.wrap import Wrapped
 from unwall.runtime.engine import Engine
 from unwall.shards.master import make_master
@@ -41,7 +41,7 @@ class _Prepared:
 
     files: CheckpointFiles
     names: Names
-    optimizer: ShardedOptimizer | None
+    optimizers: Trained
     matched: Matched
     stages: Stages
     small: dict[str, torch.Tensor]
@@ -57,11 +57,11 @@ class _Prepared:
         return self.files.manifest
 
 
-def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, optimizers: Optimizers) -> Any:
     """See ``unwall.load``."""
     error: BaseException | None = None
     meeting = begin(engine, "load")
-    prepared = _prepare(Path(path), engine, meeting, model, optimizer)
+    prepared = _prepare(Path(path), engine, meeting, model, optimizers)
     try:
         with prepared.files:
             _restore(engine, prepared)
@@ -72,18 +72,16 @@ def load_engine(path: str | os.PathLike[str], engine: Engine, model: nn.Module, 
     return prepared.trees["extra"]
 
 
-def _prepare(
-    path: Path, engine: Engine, meeting: Meeting, model: nn.Module, optimizer: torch.optim.Optimizer | None
-) -> _Prepared:
+def _prepare(path: Path, engine: Engine, meeting: Meeting, model: nn.Module, optimizers: Optimizers) -> _Prepared:
     """Finds, matches and verifies. Changes nothing; what is wrong on one rank is an error on all."""
     error: BaseException | None = None
     directory = Path(meeting.together(lambda: str(find(path)) if meeting.rank == 0 else None)[0])
-    stages = meet_stages(engine, meeting, model, optimizer)
+    stages = meet_stages(engine, meeting, model, optimizers)
     prepared: _Prepared | None = None
     try:
         try:
-            prepared = _match(directory, engine, model, optimizer, stages)
-            prepared.waiting = read_once(engine, prepared.restorer, prepared.matched, prepared.optimizer)
+            prepared = _match(directory, engine, model, optimizers, stages)
+            prepared.waiting = read_once(engine, prepared.restorer, prepared.matched, prepared.optimizers)
         except BaseException as failure:
             error = failure
         answers = meeting.agree(error, [] if prepared is None else list(prepared.waiting))
@@ -112,11 +110,9 @@ def _undo(prepared: _Prepared) -> None:
     prepared.waiting.clear()
 
 
-def _match(
-    directory: Path, engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer | None, stages: Stages
-) -> _Prepared:
+def _match(directory: Path, engine: Engine, model: nn.Module, optimizers: Optimizers, stages: Stages) -> _Prepared:
     names = names_of(model, engine)
-    trained = check_optimizer(optimizer, engine)
+    trained = check_optimizers(optimizers, engine)
     if engine.lent:
         raise RuntimeError("unwall.load inside unwall.full_params: leave the context first")
     engine.finish()
@@ -139,7 +135,7 @@ def _verify(engine: Engine, prepared: _Prepared, meeting: Meeting) -> None:
 
 def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     """Values, buffers and trees: everything that is not a state of a group."""
-    files, matched, optimizer = prepared.files, prepared.matched, prepared.optimizer
+    files, matched = prepared.files, prepared.matched
     manifest = files.manifest
     files.verify([*matched.values.values(), *matched.buffers.values()])  # another rank's share of them, too
     small = {name: files.read_whole(tensor) for name, tensor in matched.values.items()}
@@ -148,8 +144,8 @@ def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     trees = dict(manifest.ranks[0]) | (manifest.ranks[meeting.rank] if same else {})
     if not same:
         trees["rng"] = None
-    entry = None if optimizer is None else manifest.optimizer
-    options = [] if entry is None else [*(options for _, options in entry.groups), *entry.params.values()]
+    entries = manifest.optimizers.values() if prepared.optimizers else ()
+    options = [tree for entry in entries for tree in (*(options for _, options in entry.groups), *entry.params.values())]
     missing = [name for name in tensors_in([trees, options]) if name not in small]
     if missing:
         raise CheckpointError(f"{files.directory}: {missing[0]} refers to a tensor that is not there: the manifest is damaged")
@@ -172,9 +168,10 @@ def _states_of_modules(prepared: _Prepared, found: dict[str, Any], small: dict[s
 
 
 def _restore(engine: Engine, prepared: _Prepared) -> None:
-    matched, names, optimizer = prepared.matched, prepared.names, prepared.optimizer
-    if isinstance(optimizer, Wrapped):
-        _keep_more(optimizer, matched)
+    matched, names = prepared.matched, prepared.names
+    for name, optimizer in prepared.optimizers.items():
+        if isinstance(optimizer, Wrapped):
+            _keep_more(name, optimizer, matched)
     _forget(engine)
     prepared.restorer.load(_goals(engine, prepared))
     for waiting in prepared.waiting.values():
@@ -192,9 +189,8 @@ def _restore(engine: Engine, prepared: _Prepared) -> None:
         increment_version(group.params)
     restored = {*names.params, *names.buffers}
     engine.unwritten = {key: name for key, name in engine.unwritten.items() if name not in restored}
-    if optimizer is not None:
-        assert prepared.manifest.optimizer is not None
-        apply_entry(prepared.manifest.optimizer, optimizer, names.of, prepared.small.__getitem__)
+    for name, optimizer in prepared.optimizers.items():
+        apply_entry(prepared.manifest.optimizers[name], optimizer, names.of, prepared.small.__getitem__)
     if prepared.trees["rng"] is not None:
         write_generators(prepared.trees["rng"], engine.device.device)
         engine.ranks.steps = prepared.trees["rng"].get("sums", 0)
@@ -209,24 +205,24 @@ def _forget(engine: Engine) -> None:
 
 def _goals(engine: Engine, prepared: _Prepared) -> Iterator[Goal]:
     """What is read again. Backwards: see [Note: twice] in reader.py."""
-    matched, optimizer, restorer = prepared.matched, prepared.optimizer, prepared.restorer
+    matched, restorer = prepared.matched, prepared.restorer
     for group in reversed(engine.groups):
-        if optimizer is not None:
-            for state, found in states_of(group, matched, optimizer):
-                if (group.index, state.spec.name) not in prepared.waiting:
+        for name, optimizer in prepared.optimizers.items():
+            for state, found in states_of(group, matched, name, optimizer):
+                if (group.index, name, state.spec.name) not in prepared.waiting:
                     yield restorer.state(group, found, state)
-        if (group.index, MASTER_NAME) not in prepared.waiting:
+        if (group.index, *MASTER) not in prepared.waiting:
             tensors = masters(group, matched)
             if lacks_master(group, tensors):
                 make_master(group)
             yield restorer.master(group, tensors, [home.held for home in master_homes(group)])
 
 
-def _keep_more(optimizer: Wrapped, matched: Matched) -> None:
+def _keep_more(called: str, optimizer: Wrapped, matched: Matched) -> None:
     """The saved options ask for states that the optimizer does not keep as it is."""
     new: dict[int, dict[str, StateSpec]] = {}
-    for (param, state), tensor in matched.states.items():
-        if state not in optimizer.rule.kept[param]:
+    for (param, owner, state), tensor in matched.states.items():
+        if owner == called and state not in optimizer.rule.kept[param]:
             new.setdefault(param, {})[state] = StateSpec(state, tensor.dtype)
     for param, specs in new.items():
         optimizer.rule.kept[param] = {**optimizer.rule.kept[param], **specs}
