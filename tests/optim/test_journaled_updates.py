@@ -264,7 +264,7 @@ def test_a_step_that_comes_before_the_update_was_begun():
 
 
 def test_what_speculate_may_be():
-    with pytest.raises(ValueError, match="speculate is True, False, \"shadows\" or \"journal\", got 'journals'"):
+    with pytest.raises(ValueError, match='speculate is True, False, "shadows" or "journal", got \'journals\''):
         start(HOST, speculate="journals")
 
 
