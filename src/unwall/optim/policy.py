@@ -8,10 +8,10 @@ takes its memory before shadows do), one that may clip when ``QUIET_SHARE`` of i
 goes on at once after a step that clips, where such steps are rare, and waits where they are the rule. After someone needed the
 memory of the shadows there are none for ``REST_STEPS`` steps.
 
-What a miss costs: the update into a shadow ran beside backward, and the step updates as if there were none. That of an update in
-place with a journal (optim/journaled.py) is half an update more; one that is used saves a whole one, so it would pay from a third
-of the steps on. On disk what is written in vain takes the drive's time from the updates that come after it, so there none of the
-last ``CLIP_MEMORY`` steps may have clipped.
+What a miss costs: the update into a shadow ran beside backward, and the step updates as if there were none. A miss in place with
+a journal (optim/journaled.py) costs half an update more; a hit saves a whole one, so it would pay from a third of the steps on.
+On disk what is written in vain takes the drive's time from the updates that come after it, so there none of the last
+``CLIP_MEMORY`` steps may have clipped.
 
 [Note: which way]
 A shadow is the fastest way, but takes as much memory as the states, a journal takes a seventh of that, waiting for the step
