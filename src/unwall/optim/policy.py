@@ -8,7 +8,7 @@ takes its memory before shadows do), one that may clip when ``QUIET_SHARE`` of i
 goes on at once after a step that clips, where such steps are rare, and waits where they are the rule. After someone needed the
 memory of the shadows there are none for ``REST_STEPS`` steps.
 
-What a miss costs: the update into a shadow ran beside backward, and the step updates as if there were none. A miss in place with
+What a miss costs: the update into a shadow ran beside backward, and the step updates as if it had not. A miss in place with
 a journal (optim/journaled.py) costs half an update more; a hit saves a whole one, so it would pay from a third of the steps on.
 On disk what is written in vain takes the drive's time from the updates that come after it, so there none of the last
 ``CLIP_MEMORY`` steps may have clipped.
