@@ -45,9 +45,9 @@ class Watch:
 class Census:
     """Bytes and seconds of each block of one pass. ``stays`` says which tensors are no activations: views of parameters.
 
-    A storage counts once, for the first block that saves it, however many nodes do. What a checkpoint inside a block takes (a
-    sequence tile, or one of the model's own) is dropped at once whatever becomes of the block, and does not count. While a weak reference to it is held its
-    address is no other's, so one that is dropped meanwhile (by a checkpoint) is not taken for another.
+    A storage counts once, for the first block that saves it, however many nodes do. While a weak reference to it is held its
+    address is no other's, so one that is dropped meanwhile (by a checkpoint) is not taken for another. What a checkpoint inside
+    a block takes (a sequence tile's, or one of the model's own) is dropped whatever becomes of the block, and does not count.
     """
 
     def __init__(self, blocks: int, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
