@@ -120,7 +120,7 @@ def make_job(
     planned = _planned(outline, plan, ranks, Room(of_states, host_room_bytes))
     sizes = sizes_of(planned, plan, ranks)
     homes = place(sizes, plan, of_states, host_room_bytes)
-    shadowed, journaled = _ahead(sizes, homes, workload, host_room_bytes)
+    shadowed, journaled = _ahead(sizes, homes, workload, host_room_bytes, journals=workload.journal and not plan.lean)
     room, link = None, NO_LINK
     if shared and device_room_bytes is not None:
         pairs = list(zip(sizes, homes, strict=True))
@@ -172,7 +172,7 @@ def planned_journal_bytes(size: Sizes) -> int:
 
 
 def _ahead(
-    sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None
+    sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None, journals: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The groups with a second place, and those with a journal, as far as the host has room, as ``optim/`` chooses them."""
     if load.clip or load.passes > 1 or load.update_in_backward:
@@ -182,7 +182,7 @@ def _ahead(
     pairs = enumerate(zip(sizes, homes, strict=True))
     able = [index for index, (size, home) in pairs if home.tier == "host" and not home.on_disk and size.trainable]
     nothing = float("inf")
-    rooms = [Ways(shadow_bytes(sizes[at]), planned_journal_bytes(sizes[at]) if load.journal else nothing) for at in able]
+    rooms = [Ways(shadow_bytes(sizes[at]), planned_journal_bytes(sizes[at]) if journals else nothing) for at in able]
     # Those whose gradients are still on their way when backward ends are updated at the step.
     late = 0 if homes[0].tier == "device" else REDUCES_IN_FLIGHT
     ways = [(at, way) for at, way in zip(able, choose_ways(rooms, left), strict=True) if at >= late]
