@@ -67,7 +67,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
     unwritten |= fill_meta_buffers(model)
     forget_interrupted()
-    device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
+    device = DeviceTier(_device(model, mesh), plan.budget_device_bytes, arenas=plan.arenas)
     ranks, others = (
         (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
     )
