@@ -170,7 +170,7 @@ def init(plan: Plan | None = None, device: torch.device | str | None = None) -> 
             f"unwall.init(device={str(device)!r}): initialisation runs on 'cuda' or 'cpu'; for a model without values build it "
             "under torch.device('meta'), without unwall.init"
         )
-    if where is not None and where.type == "cuda" and where.index is None and default_device().type == "cuda":
+    if where == torch.device("cuda") and default_device().type == "cuda":
         where = default_device()  # this rank's
     if building():
         yield
