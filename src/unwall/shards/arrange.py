@@ -46,6 +46,11 @@ def arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cut
         raise search.tried(refusal, plan, room, cuts) from None
 
 
+def fitting(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> Arranged:
+    """The same without a search for a budget that would do."""
+    return _Search(model, plan, world_size).fitting(plan, room, cuts)
+
+
 class _Search:
     """Groups and homes for one model, under one budget after the other. Plans differ in nothing but budgets."""
 
