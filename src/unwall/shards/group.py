@@ -167,7 +167,7 @@ class Group:
 
     @property
     def updating(self) -> bool:
-        """An update is under way on the host."""
+        """An update of the parameters is under way on the host."""
         return self.pending.updating
 
     @property
@@ -178,7 +178,7 @@ class Group:
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)
-        self.pending.settle()
+        self.pending.settle_params()
         self.pending.staging.close()  # training goes on: the memory for looking at states is free again
         self.buffer.fill()
         self.residence = Residence.ARRIVING
@@ -192,7 +192,7 @@ class Group:
         with torch.no_grad(), _quietly(self.flat):
             if self.home.tier == "host":
                 assert self.param is not None
-                block = self.param.block
+                block = self.param.fetched_block
                 part = Region(self.buffer.block, self.own_start * self.layout.dtype.itemsize, block.nbytes)
                 self._copying = self._tiers.links.copy(Region.whole(block), part, self.name)
                 self.buffer.hold(self._copying)
