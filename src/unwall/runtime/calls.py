@@ -13,7 +13,7 @@ from unwall.runtime.saved import Pair
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("caller", "groups", "marked", "module", "places", "saved")
+    __slots__ = ("caller", "covers", "groups", "marked", "module", "places", "saved")
 
     def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module
@@ -26,6 +26,8 @@ class Frame:
         """Trainable parameters it reads."""
         self.saved = saved
         """The hooks for saved tensors that are there for as long as it runs, if it is the outermost call."""
+        self.covers = False
+        """See [Note: covered calls] in runtime/forward.py."""
 
 
 def is_running(frame: FrameType | None) -> bool:

@@ -5,10 +5,18 @@ Hooks sit on every module, because each may be the one that the user calls, and 
 the calls inside it there is something to do only where groups come and go, where ranks agree on collectives, where saved
 tensors go through layers of ours, or where a time line wants to know. Otherwise the pass is *quiet*: all groups are opened when
 it begins, and the hooks inside return at once. A lookup of a trainable parameter still says that its gradient is awaited.
+
+[Note: covered calls]
+Where groups come and go there is work per group, not per module. A call of a module whose whole subtree lies in one group, or
+alternates between two (a layer and the adapters of all layers), reads all of it when it begins, and *covers* the calls inside:
+their hooks return at once, and its backward is followed as one. What else is looked up inside is read as ever, by the call that
+covers; such a module does not cover again, nor does one whose output cannot be followed. At most two groups are held for it,
+with those of the calls around it: what every accepted budget has room for. Calls inside a backward do not cover.
 """
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from threading import current_thread, get_ident
 from types import FrameType
@@ -66,6 +74,12 @@ class Forward:
         """Of a quiet pass: the module whose call it is."""
         self.lookups = 0
         """Parameters that quiet passes have looked up, ever."""
+        self.covering: Frame | None = None
+        """The call that covers those inside it. See [Note: covered calls]."""
+        self.covered: frozenset[int] = frozenset()
+        """The groups it has read for them."""
+        self._apart: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules that do not cover: they read more than their own, or what comes of it cannot be followed."""
         self._frozen: dict[int, bool] = {}
         """Whether a group has frozen parameters, as far as this pass has asked."""
         self.long: int | None = None
@@ -82,14 +96,17 @@ class Forward:
         """Whether a call has begun and nobody has said that it has ended."""
         return bool(self.frames)
 
-    def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
-        """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
+    def enter(
+        self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], cover: tuple[int, ...] = ()
+    ) -> None:
+        """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see. ``cover``: the
+        groups of all that is below it, where it may cover that."""
         outermost = not self.frames
         if self.frames:
             if self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
                 self.forget_interrupted()
                 self._turn.begin("a forward", _caller())  # returns when theirs are over
-                self.frames.clear()
+                self._forget_frames()
             elif module is self.frames[0].module:
                 self.forget_interrupted()
             outermost = not self.frames
@@ -120,6 +137,23 @@ class Forward:
             if self.quiet:
                 self.outermost = module
                 self._open_all()
+        if cover and not self.quiet and self.covering is None:
+            self._cover(frame, cover)
+
+    def _cover(self, frame: Frame, groups: tuple[int, ...]) -> None:
+        """See [Note: covered calls]."""
+        if self._ranks.size > 1 or torch._C._current_graph_task_id() != -1 or frame.module in self._apart:
+            return
+        if len({*groups, *(index for around in self.frames for index in around.groups)}) > _AT_ONCE:
+            return
+        for index in groups:
+            if index not in frame.groups:
+                self._read(frame, index)
+        frame.covers, self.covering, self.covered = True, frame, frozenset(groups)
+
+    def _forget_frames(self) -> None:
+        self.frames.clear()
+        self.covering = None
 
     def _open_all(self) -> None:
         for index, group in enumerate(self._executor.groups):
@@ -131,7 +165,7 @@ class Forward:
         mine = self.thread == get_ident() and not is_running(self.frames[0].caller) if self.frames else False
         if mine or (self.frames and self.thread == _OVERLOOKED):
             pair = self.frames[0].saved
-            self.frames.clear()
+            self._forget_frames()
             self.quiet = False
             close_all(self._executor.groups)
             self._executor.agreement.fail("its forward was interrupted")
@@ -159,6 +193,15 @@ class Forward:
         if self.saved.watching:
             self.saved.cover()
         frame = self.frames[-1] if self.frames else None
+        if frame is not None and frame is self.covering and self.thread == get_ident():
+            self.lookups += 1
+            places = self._places[id(param)]
+            if len(places) == 1 and places[0].group in self.covered:
+                if param.requires_grad and torch.is_grad_enabled():
+                    self._backward.expect(param, places)
+                    frame.places.update(places)
+                return
+            self._apart.add(frame.module)
         if frame is not None and self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
             if self.thread == _OVERLOOKED:
                 self.forget_interrupted()
@@ -190,6 +233,8 @@ class Forward:
         while self.frames and not ended:
             frame = self.frames.pop()
             ended = frame.module is module
+            if frame.covers:
+                self.covering = None
             if frame.saved is not None:
                 self.saved.unwatch(frame.saved)
             if frame.groups or frame.marked:
@@ -203,7 +248,7 @@ class Forward:
 
     def _end(self, output: Any, in_backward: bool) -> None:
         """The outermost call ends."""
-        self.quiet = False
+        self.quiet, self.covering = False, None
         if not torch.is_grad_enabled():
             self._executor.lane.leave()
         elif output is not None and not in_backward:
@@ -279,12 +324,16 @@ class Forward:
             if any(backward.expects(index) for index in groups):
                 for index in groups:  # it cannot be followed
                     backward.pin(index)
+                if frame.covers:
+                    self._apart.add(frame.module)
             return
         frozen = [index for index in groups if self._has_frozen(index)]
         call = Call(groups, frozen, frame.places, marked)
         if frozen:
             nodes = boundary_nodes(tensors, _inputs(args, kwargs))
             call.open_nodes = -1 if nodes is None else len(nodes)
+            if nodes is None and frame.covers:
+                self._apart.add(frame.module)
             for node in nodes or ():
                 node.register_hook(lambda *_, call=call: _deferred(backward.node_done, call))
         for tensor in tensors:
@@ -316,6 +365,8 @@ def _caller() -> FrameType:
     return found
 
 
+_AT_ONCE = 2
+"""Groups that calls on the stack may hold so that one of them covers: see ``working_bytes`` in shards/placement.py."""
 _OVERLOOKED = -1
 """Whose calls they are that ended with an interrupt, once the thread that watches has seen it."""
 _DYNAMO = os.path.join("_dynamo", "eval_frame.py")

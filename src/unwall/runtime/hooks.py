@@ -1,6 +1,7 @@
 """Ties a model's modules to the engine: hooks, watched parameter mappings, casts at the edges."""
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -62,6 +63,8 @@ class Enter(Hook):
     def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
         super().__init__(engine)
         self._forward = engine.forward
+        self.cover: tuple[int, ...] = ()
+        """The groups of all that is below it, where it covers that. See [Note: covered calls] in runtime/forward.py."""
         self.aim(groups, reads, casts)
 
     def aim(self, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
@@ -75,9 +78,19 @@ class Enter(Hook):
         if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
             for param in self._reads:
                 forward.touched(param)
+        elif (
+            (covering := forward.covering) is not None
+            and module is not covering.module
+            and forward.thread == get_ident()
+            and forward.covered.issuperset(self._groups)
+        ):
+            if forward.saved.watching:
+                forward.saved.cover()
+            for param in self._reads:
+                forward.touched(param)
         else:
             with interrupts.deferred:
-                forward.enter(module, self._groups, self._reads)
+                forward.enter(module, self._groups, self._reads, self.cover)
         return None if self._casts is None else self._casts.inputs(args, kwargs)
 
 
@@ -93,7 +106,10 @@ class Leave(Hook):
         if self.casts is not None:
             output = self.casts.outputs(output)
         forward = self._forward
-        if not (forward.quiet and forward.thread == get_ident() and module is not forward.outermost):
+        if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
+            return output
+        # Inside a call that covers it a module has no frame, unless it reads more.
+        if forward.covering is None or forward.thread != get_ident() or forward.frames[-1].module is module:
             with interrupts.deferred:
                 forward.leave(module, args, kwargs, output)
         return output
@@ -175,6 +191,7 @@ def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
         _follow_calls(engine, module, unit, casts_of(engine, module, _own(module, unit), names[module]))
         if not unit:
             _watch_lookups(engine, module)
+    _cover_calls(engine, model)
     for module in new:
         _save_and_load_whole(module, state_dicts)
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
@@ -234,6 +251,29 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
         before, after = (_opaque(Enter), _opaque(Leave)) if unit else (Enter, Leave)
         module.register_forward_pre_hook(before(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
         module.register_forward_hook(after(engine, casts), with_kwargs=True, always_call=True)
+
+
+def _cover_calls(engine: Engine, model: nn.Module) -> None:
+    """Which modules cover those below them. See [Note: covered calls] in runtime/forward.py."""
+    orders: dict[int, tuple[int, ...]] = {}
+    """The groups that the calls of a module and of all below it read, in order; none where they are too many."""
+    for module, unit in reversed(list(_units(model))):  # what is below a module comes before it
+        own, below = _own(module, unit), [] if unit else list(module.children())
+        enters = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter) and hook.engine is engine]
+        for enter in enters:
+            enter.cover = ()
+        if any(len(engine.places.get(id(param), ())) > 1 for param in own) or any(id(child) not in orders for child in below):
+            continue  # tiles; or a child that is below a later module, too
+        groups = [place.group for param in own for place in engine.places.get(id(param), ())]
+        for child in below:
+            groups += orders[id(child)]
+        order = tuple(group for group, _ in itertools.groupby(groups))
+        if len(set(order)) > 2:
+            continue
+        orders[id(module)] = order
+        alternates = len(set(order)) == 2 and len(order) > 3
+        for enter in enters if below and (alternates or len(order) == 1) else ():
+            enter.cover = tuple(dict.fromkeys(order))
 
 
 def _watch_lookups(engine: Engine, module: nn.Module) -> None:
