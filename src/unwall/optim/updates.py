@@ -166,10 +166,7 @@ class _Queue:
         except Exception:
             if again:
                 self._finisher.submit(lambda: None).result()  # one before it may have failed, and it because of that
-                failed = domain.failed
-                domain.fail(update)
-                if failed is not None and failed is not update():
-                    raise _BehindError(failed) from None
+                _fail(update, domain)
             raise
         if rest is None:
             domain.recover(update)
@@ -187,9 +184,17 @@ def _finish(update: "weakref.ref[Ticket]", finish: Callable[[], None], domain: F
     try:
         finish()
     except Exception:
-        domain.fail(update)  # before anyone hears of it, and may try again
+        _fail(update, domain)  # before anyone hears of it, and may try again
         raise
     domain.recover(update)
+
+
+def _fail(update: "weakref.ref[Ticket]", domain: FailureDomain) -> None:
+    """Those that come later stay behind it, as it does behind one that failed before."""
+    failed = domain.failed
+    domain.fail(update)
+    if failed is not None and failed is not update():
+        raise _BehindError(failed) from None
 
 
 _queues: dict[int, _Queue] = {}  # by process: a forked child needs its own
