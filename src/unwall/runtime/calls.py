@@ -27,7 +27,7 @@ class Frame:
         self.saved = saved
         """The hooks for saved tensors that are there for as long as it runs, if it is the outermost call."""
         self.covers = False
-        """See [Note: covered calls] in runtime/forward.py."""
+        """See [Note: covered calls] in runtime/covered.py."""
 
 
 def is_running(frame: FrameType | None) -> bool:

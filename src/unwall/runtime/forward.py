@@ -5,18 +5,10 @@ Hooks sit on every module, because each may be the one that the user calls, and 
 the calls inside it there is something to do only where groups come and go, where ranks agree on collectives, where saved
 tensors go through layers of ours, or where a time line wants to know. Otherwise the pass is *quiet*: all groups are opened when
 it begins, and the hooks inside return at once. A lookup of a trainable parameter still says that its gradient is awaited.
-
-[Note: covered calls]
-Where groups come and go there is work per group, not per module. A call of a module whose whole subtree lies in one group, or
-alternates between two (a layer and the adapters of all layers), reads all of it when it begins, and *covers* the calls inside:
-their hooks return at once, and its backward is followed as one. What else is looked up inside is read as ever, by the call that
-covers; such a module does not cover again, nor does one whose output cannot be followed. At most two groups are held for it,
-with those of the calls around it: what every accepted budget has room for. Calls inside a backward do not cover.
 """
 
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from threading import current_thread, get_ident
 from types import FrameType
@@ -30,6 +22,7 @@ from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame, is_running
+from unwall.runtime.covered import Covered
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
@@ -74,12 +67,8 @@ class Forward:
         """Of a quiet pass: the module whose call it is."""
         self.lookups = 0
         """Parameters that quiet passes have looked up, ever."""
-        self.covering: Frame | None = None
-        """The call that covers those inside it. See [Note: covered calls]."""
-        self.covered: frozenset[int] = frozenset()
-        """The groups it has read for them."""
-        self._apart: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that do not cover: they read more than their own, or what comes of it cannot be followed."""
+        self.covered = Covered()
+        """See [Note: covered calls] in runtime/covered.py."""
         self._frozen: dict[int, bool] = {}
         """Whether a group has frozen parameters, as far as this pass has asked."""
         self.long: int | None = None
@@ -137,23 +126,19 @@ class Forward:
             if self.quiet:
                 self.outermost = module
                 self._open_all()
-        if cover and not self.quiet and self.covering is None:
+        if cover and not self.quiet and self._ranks.size == 1 and torch._C._current_graph_task_id() == -1:
             self._cover(frame, cover)
 
     def _cover(self, frame: Frame, groups: tuple[int, ...]) -> None:
-        """See [Note: covered calls]."""
-        if self._ranks.size > 1 or torch._C._current_graph_task_id() != -1 or frame.module in self._apart:
-            return
-        if len({*groups, *(index for around in self.frames for index in around.groups)}) > _AT_ONCE:
-            return
-        for index in groups:
-            if index not in frame.groups:
-                self._read(frame, index)
-        frame.covers, self.covering, self.covered = True, frame, frozenset(groups)
+        if self.covered.may_begin(frame, self.frames, groups):
+            for index in groups:
+                if index not in frame.groups:
+                    self._read(frame, index)
+            self.covered.begin(frame, groups)
 
     def _forget_frames(self) -> None:
         self.frames.clear()
-        self.covering = None
+        self.covered.end()
 
     def _open_all(self) -> None:
         for index, group in enumerate(self._executor.groups):
@@ -193,15 +178,15 @@ class Forward:
         if self.saved.watching:
             self.saved.cover()
         frame = self.frames[-1] if self.frames else None
-        if frame is not None and frame is self.covering and self.thread == get_ident():
+        if frame is not None and frame.covers and self.thread == get_ident():
             self.lookups += 1
             places = self._places[id(param)]
-            if len(places) == 1 and places[0].group in self.covered:
+            if len(places) == 1 and places[0].group in self.covered.groups:
                 if param.requires_grad and torch.is_grad_enabled():
                     self._backward.expect(param, places)
                     frame.places.update(places)
                 return
-            self._apart.add(frame.module)
+            self.covered.never_again(frame)
         if frame is not None and self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
             if self.thread == _OVERLOOKED:
                 self.forget_interrupted()
@@ -234,7 +219,7 @@ class Forward:
             frame = self.frames.pop()
             ended = frame.module is module
             if frame.covers:
-                self.covering = None
+                self.covered.end()
             if frame.saved is not None:
                 self.saved.unwatch(frame.saved)
             if frame.groups or frame.marked:
@@ -248,7 +233,7 @@ class Forward:
 
     def _end(self, output: Any, in_backward: bool) -> None:
         """The outermost call ends."""
-        self.quiet, self.covering = False, None
+        self.quiet = False
         if not torch.is_grad_enabled():
             self._executor.lane.leave()
         elif output is not None and not in_backward:
@@ -324,16 +309,15 @@ class Forward:
             if any(backward.expects(index) for index in groups):
                 for index in groups:  # it cannot be followed
                     backward.pin(index)
-                if frame.covers:
-                    self._apart.add(frame.module)
+                self.covered.never_again(frame)
             return
         frozen = [index for index in groups if self._has_frozen(index)]
         call = Call(groups, frozen, frame.places, marked)
         if frozen:
             nodes = boundary_nodes(tensors, _inputs(args, kwargs))
             call.open_nodes = -1 if nodes is None else len(nodes)
-            if nodes is None and frame.covers:
-                self._apart.add(frame.module)
+            if nodes is None:
+                self.covered.never_again(frame)
             for node in nodes or ():
                 node.register_hook(lambda *_, call=call: _deferred(backward.node_done, call))
         for tensor in tensors:
@@ -365,8 +349,6 @@ def _caller() -> FrameType:
     return found
 
 
-_AT_ONCE = 2
-"""Groups that calls on the stack may hold so that one of them covers: see ``working_bytes`` in shards/placement.py."""
 _OVERLOOKED = -1
 """Whose calls they are that ended with an interrupt, once the thread that watches has seen it."""
 _DYNAMO = os.path.join("_dynamo", "eval_frame.py")

@@ -1,7 +1,6 @@
 """Ties a model's modules to the engine: hooks, watched parameter mappings, casts at the edges."""
 
 import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from torch import nn
 from unwall.native import interrupts
 from unwall.runtime.absent import describe_only
 from unwall.runtime.casts import Casts, casts_of
+from unwall.runtime.covered import groups_to_cover
 from unwall.runtime.engine import Engine
 from unwall.runtime.outside import watch_outside
 from unwall.runtime.owners import Owners
@@ -64,7 +64,7 @@ class Enter(Hook):
         super().__init__(engine)
         self._forward = engine.forward
         self.cover: tuple[int, ...] = ()
-        """The groups of all that is below it, where it covers that. See [Note: covered calls] in runtime/forward.py."""
+        """The groups of all that is below it, where it covers that. See [Note: covered calls] in runtime/covered.py."""
         self.aim(groups, reads, casts)
 
     def aim(self, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
@@ -79,10 +79,10 @@ class Enter(Hook):
             for param in self._reads:
                 forward.touched(param)
         elif (
-            (covering := forward.covering) is not None
+            (covering := forward.covered.frame) is not None
             and module is not covering.module
             and forward.thread == get_ident()
-            and forward.covered.issuperset(self._groups)
+            and forward.covered.groups.issuperset(self._groups)
         ):
             if forward.saved.watching:
                 forward.saved.cover()
@@ -109,7 +109,7 @@ class Leave(Hook):
         if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
             return output
         # Inside a call that covers it a module has no frame, unless it reads more.
-        if forward.covering is None or forward.thread != get_ident() or forward.frames[-1].module is module:
+        if forward.covered.frame is None or forward.thread != get_ident() or forward.frames[-1].module is module:
             with interrupts.deferred:
                 forward.leave(module, args, kwargs, output)
         return output
@@ -254,26 +254,13 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
 
 
 def _cover_calls(engine: Engine, model: nn.Module) -> None:
-    """Which modules cover those below them. See [Note: covered calls] in runtime/forward.py."""
-    orders: dict[int, tuple[int, ...]] = {}
-    """The groups that the calls of a module and of all below it read, in order; none where they are too many."""
-    for module, unit in reversed(list(_units(model))):  # what is below a module comes before it
-        own, below = _own(module, unit), [] if unit else list(module.children())
-        enters = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter) and hook.engine is engine]
-        for enter in enters:
-            enter.cover = ()
-        if any(len(engine.places.get(id(param), ())) > 1 for param in own) or any(id(child) not in orders for child in below):
-            continue  # tiles; or a child that is below a later module, too
-        groups = [place.group for param in own for place in engine.places.get(id(param), ())]
-        for child in below:
-            groups += orders[id(child)]
-        order = tuple(group for group, _ in itertools.groupby(groups))
-        if len(set(order)) > 2:
-            continue
-        orders[id(module)] = order
-        alternates = len(set(order)) == 2 and len(order) > 3
-        for enter in enters if below and (alternates or len(order) == 1) else ():
-            enter.cover = tuple(dict.fromkeys(order))
+    """Says which modules cover those below them. See [Note: covered calls] in runtime/covered.py."""
+    units = list(_units(model))
+    found = groups_to_cover(units, engine.places)
+    for module, _ in units:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, Enter) and hook.engine is engine:
+                hook.cover = found.get(id(module), ())
 
 
 def _watch_lookups(engine: Engine, module: nn.Module) -> None:
