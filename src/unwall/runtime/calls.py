@@ -1,5 +1,6 @@
 """Module calls: running (on the stack), and finished with a backward that may come."""
 
+import os
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -8,6 +9,8 @@ from torch import nn
 
 from unwall.runtime.places import Place
 from unwall.runtime.saved import Pair
+
+_DYNAMO = os.path.join("_dynamo", "eval_frame.py")
 
 
 class Frame:
@@ -36,6 +39,14 @@ def is_running(frame: FrameType | None) -> bool:
     while at is not None and at is not frame:
         at = at.f_back
     return at is not None
+
+
+def caller_of_hook() -> FrameType:
+    """The call of the hook that called ``enter``. Of a compiled module's hook dynamo has a frame in between."""
+    found = sys._getframe(3)
+    while found.f_back is not None and found.f_code.co_filename.endswith(_DYNAMO):
+        found = found.f_back
+    return found
 
 
 class Call:

@@ -7,11 +7,9 @@ tensors go through layers of ours, or where a time line wants to know. Otherwise
 it begins, and the hooks inside return at once. A lookup of a trainable parameter still says that its gradient is awaited.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterable
 from threading import current_thread, get_ident
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
-from unwall.runtime.calls import Call, Frame, is_running
+from unwall.runtime.calls import Call, Frame, caller_of_hook, is_running
 from unwall.runtime.covered import Covered
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
@@ -94,7 +92,7 @@ class Forward:
         if self.frames:
             if self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
                 self.forget_interrupted()
-                self._turn.begin("a forward", _caller())  # returns when theirs are over
+                self._turn.begin("a forward", caller_of_hook())  # returns when theirs are over
                 self._forget_frames()
             elif module is self.frames[0].module:
                 self.forget_interrupted()
@@ -105,7 +103,7 @@ class Forward:
                 self.saved.cover()
         else:
             self.quiet = False
-            caller = _caller()
+            caller = caller_of_hook()
             if torch._C._current_graph_task_id() == -1:
                 if not self._turn.is_mine(caller):
                     self._turn.begin("a forward", caller)
@@ -131,9 +129,8 @@ class Forward:
 
     def _cover(self, frame: Frame, groups: tuple[int, ...]) -> None:
         if self.covered.may_begin(frame, self.frames, groups):
-            for index in groups:
-                if index not in frame.groups:
-                    self._read(frame, index)
+            for index in [index for index in groups if index not in frame.groups]:
+                self._read(frame, index)
             self.covered.begin(frame, groups)
 
     def _forget_frames(self) -> None:
@@ -341,14 +338,5 @@ def _deferred(tell: Callable[[Call], None], call: Call) -> None:
         tell(call)
 
 
-def _caller() -> FrameType:
-    """The call of the hook that called ``enter``. Of a compiled module's hook dynamo has a frame in between."""
-    found = sys._getframe(3)
-    while found.f_back is not None and found.f_code.co_filename.endswith(_DYNAMO):
-        found = found.f_back
-    return found
-
-
 _OVERLOOKED = -1
 """Whose calls they are that ended with an interrupt, once the thread that watches has seen it."""
-_DYNAMO = os.path.join("_dynamo", "eval_frame.py")

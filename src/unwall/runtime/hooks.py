@@ -15,13 +15,13 @@ from unwall.runtime.absent import describe_only
 from unwall.runtime.casts import Casts, casts_of
 from unwall.runtime.covered import groups_to_cover
 from unwall.runtime.engine import Engine
+from unwall.runtime.kept_whole import place_buffers, place_ignored
 from unwall.runtime.outside import watch_outside
 from unwall.runtime.owners import Owners
 from unwall.runtime.pretrained import write_given_dtype
 from unwall.runtime.refusals import refuse_upon
 from unwall.runtime.state_dicts import StateDictHooks
 from unwall.runtime.whole import dtypes_of
-from unwall.shards.build import ignored
 from unwall.shards.local import is_distributed
 
 owners: Owners[Engine] = Owners()
@@ -196,8 +196,8 @@ def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
         _save_and_load_whole(module, state_dicts)
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
         refuse_upon(module)
-    _place_buffers(engine, new)
-    _place_ignored(engine, model)
+    place_buffers(engine, new)
+    place_ignored(engine, model)
     write_given_dtype(engine, new)
     watch_outside(engine)
 
@@ -284,32 +284,6 @@ def _save_and_load_whole(module: nn.Module, hooks: StateDictHooks) -> None:
 def load_through(module: nn.Module, hooks: StateDictHooks) -> None:
     """``load_state_dict`` of this module looks at everything first. See [Note: loading] in runtime/state_dicts.py."""
     module.__dict__["load_state_dict"] = functools.partial(hooks.load, functools.partial(type(module).load_state_dict, module))
-
-
-def _place_ignored(engine: Engine, model: nn.Module) -> None:
-    """What the plan ignores is whole, on the device. All ranks start from rank 0's values."""
-    for name, param in model.named_parameters():
-        if id(param) in engine.places or id(param) in engine.ignored or not ignored(engine.plan, name, param):
-            continue
-        with torch.no_grad():
-            param.data = param.data.to(engine.device.device).contiguous()
-            if param.numel():
-                engine.ranks.broadcast(param.data)
-        engine.ignored[id(param)] = param
-
-
-def _place_buffers(engine: Engine, owners: list[nn.Module]) -> None:
-    """Buffers are whole, on the device. All ranks start from rank 0's."""
-    for owner in owners:
-        for name, buffer in owner._buffers.items():
-            if buffer is None or buffer.is_meta:
-                continue
-            if buffer.device != engine.device.device:
-                buffer = owner._buffers[name] = buffer.to(engine.device.device)
-            if engine.ranks.size > 1 and buffer.numel():
-                values = buffer.detach().contiguous().reshape(-1)
-                engine.ranks.broadcast(values.view(torch.uint8))
-                buffer.copy_(values.view(buffer.shape))
 
 
 def _convert(
