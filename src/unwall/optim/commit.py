@@ -50,6 +50,7 @@ class KeepOrRedo:
             return self._otherwise()
         if scale == 1.0:
             self._engine.speculation.committed += 1
+            self._engine.speculation.in_place += 1
         else:
             self._engine.speculation.missed += 1
         return None
