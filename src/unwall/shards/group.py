@@ -92,7 +92,9 @@ class Group:
         self._cut, self._own_all = cut, own_all
         self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
         self.live_at(home)
-        self._placeholder = _placeholder(layout.dtype, tiers.device.device)
+        self._whole = [slot.whole for slot in layout.slots]
+        placeholder = _placeholder(layout.dtype, tiers.device.device)
+        self._placeholders = [placeholder.expand(slot.shape) for slot in layout.slots]
         self.faces = Faces(self.params, layout)
 
     def live_at(self, home: Home, value: torch.Tensor | None = None) -> None:
@@ -286,17 +288,17 @@ class Group:
         self.faces.is_open = False
 
     def detach_one(self, slot: int) -> None:
-        self.faces.show(slot, self._placeholder.expand(self.layout.slots[slot].shape))
+        self.faces.show(slot, self._placeholders[slot])
         self.faces.hide(slot)
 
     def _attach_one(self, slot: int) -> None:
         """A parameter that lies in several slots is never shown: whoever computes with it takes the views of its parts."""
-        if self.layout.slots[slot].whole:
+        if self._whole[slot]:
             self.faces.show(slot, self.buffer.views[slot])
 
     def show(self, slot: int) -> None:
         """A parameter that was lent to the user shows again what its group's residence says."""
-        if self.residence is Residence.RESIDENT and self.layout.slots[slot].whole:
+        if self.residence is Residence.RESIDENT and self._whole[slot]:
             self._attach_one(slot)
             if not self.faces.is_open:
                 self.faces.hide(slot)
