@@ -21,7 +21,7 @@ class Frame:
     def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module
         self.caller = caller
-        """Of the outermost call: the Python frame that makes it."""
+        """The Python frame that makes it: of the outermost call, and with several ranks of each."""
         self.groups: list[int] = []
         self.marked: list[int] = []
         """Groups that stay anyway, while a time line wants to know of them."""

@@ -24,7 +24,7 @@ from unwall.runtime.covered import Covered
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
-from unwall.runtime.turns import Turn, calls_a_module
+from unwall.runtime.turns import Turn, is_executed
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
@@ -97,13 +97,13 @@ class Forward:
             elif module is self.frames[0].module:
                 self.forget_interrupted()
             outermost = not self.frames
-        pair = caller = None
+        pair = None
+        caller = caller_of_hook() if outermost or self._ranks.size > 1 else None
         if not outermost:
             if self.saved.watching:
                 self.saved.cover()
         else:
             self.quiet = False
-            caller = caller_of_hook()
             if torch._C._current_graph_task_id() == -1:
                 if not self._turn.is_mine(caller):
                     self._turn.begin("a forward", caller)
@@ -157,11 +157,11 @@ class Forward:
     def ended_unseen(self) -> bool:
         """Whether a forward has ended with an interrupt. For the thread that watches. From then on whoever uses the model finds
         out first thing, at no cost: the calls are nobody's."""
-        thread = self.thread
-        if not self.frames or calls_a_module(thread):
-            return self.thread == _OVERLOOKED
+        thread, frames = self.thread, self.frames.copy()
+        if not frames or any(frame.caller is not None and is_executed(frame.caller) for frame in frames):
+            return bool(frames) and thread == _OVERLOOKED
         self.thread = _OVERLOOKED
-        if calls_a_module(thread):  # it has just come back, and may not have seen that
+        if self.frames != frames:  # it has just come back, and may not have seen that
             self.thread = thread
         return self.thread == _OVERLOOKED
 

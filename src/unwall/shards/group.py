@@ -173,6 +173,11 @@ class Group:
         return self.pending.updating
 
     @property
+    def undecided(self) -> bool:
+        """An update was made in place ahead of its step, and whoever fetches the group takes it back."""
+        return self.pending.ahead is not None
+
+    @property
     def updated_in_place(self) -> bool:
         """The update writes the flat buffer itself: what is gathered never is out of date."""
         return self.flat_is_home and self.own_numel == self.layout.padded_numel
