@@ -4,7 +4,7 @@ from unwall.planner.pace import DISK_READ, FETCH, GATHER
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
 from unwall.shards.group import Residence
-from unwall.shards.placement import RING_SLOT_BYTES, transit_bytes_of
+from unwall.shards.placement import RING_SLOT_BYTES, replica_bytes_on, transit_bytes_of
 
 
 class SimulatedGroup:
@@ -32,7 +32,7 @@ class SimulatedGroup:
 
     def _fixed_bytes(self) -> int:
         """Device memory that is held all the time."""
-        kept = self.size.residual_bytes
+        kept = self.size.residual_bytes + replica_bytes_on("device", self.size, self.home)
         if self.home.tier == "device":
             return kept + (self.size.flat_bytes if self.size.whole else self.size.shard_bytes) + self.size.state_bytes
         return kept + (self.size.flat_bytes if self.home.resident else 0)
@@ -73,6 +73,15 @@ class SimulatedGroup:
         read = rank.submit(DISK_READ, nbytes / rank.pace.ceilings.disk_read_bytes_per_s, [after], "read")
         rank.submit(FETCH, (nbytes - last) / rate, [after], "fetch")
         return rank.submit(FETCH, last / rate, [read], "fetch the last chunk")
+
+    near = False
+    """Second copies inside nodes are counted, but not their time: the planner knows one speed between ranks."""
+
+    def outdated(self) -> None: ...
+
+    begin_near = begin_gather
+
+    def serve_near(self) -> None: ...
 
     def serve_gather(self) -> None:
         """Ranks that are alike want a group at the same time: this one has it, so no other needs it."""
