@@ -14,8 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import unwall
 from unwall.plans import Plan, PlanError
+from unwall.shards.build import group_sizes
 from unwall.shards.control import PeerError
+from unwall.shards.layout import build_layout
 from unwall.shards.nodes import per_node_of
+from unwall.shards.placement import DEVICE as DEVICE_HOME
+from unwall.shards.placement import device_bytes_of, host_bytes_of, place, working_bytes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KNOWN, REPLICA = {"node_ranks": 2}, {"node_ranks": 2, "replica": "node"}
@@ -226,9 +230,9 @@ def reduced(fields, nodes):
 @pytest.mark.parametrize(
     ("fields", "nodes", "most"),
     [
-        ({"reduce_dtype": "int8"}, "mesh", 0.01),
-        ({"reduce_dtype": "int4", "replica": "node"}, "torchrun", 0.15),
-        ({"reduce_dtype": "int8", "node_ranks": 2, "stage": 0, "compute_dtype": FP16}, "plan", 0.01),
+        ({"reduce_dtype": "int8"}, "mesh", 0.02),
+        ({"reduce_dtype": "int4", "replica": "node"}, "torchrun", 0.25),
+        ({"reduce_dtype": "int8", "node_ranks": 2, "stage": 0, "compute_dtype": FP16}, "plan", 0.02),
     ],
     ids=str,
 )
@@ -249,15 +253,15 @@ def test_gradients_are_summed_inside_a_node_and_travel_packed_between_them(ranks
 # -- room and plans --------------------------------------------------------------------------------------------------------
 
 
-def room(fields, tight):
+def room(fields):
     """Where the replicas are and what they take, of the whole model in the compute dtype, within the smallest budget."""
-    setup, budget = Setup(dtype=BF16, blocks=8), {"device_bytes": 1} if tight else {}
+    setup, budget = Setup(dtype=BF16, blocks=8), 1
     for _ in range(4):
         try:
-            model, optimizer = start(setup, {**fields, **budget}, "unused")
+            model, optimizer = start(setup, {**fields, "device_bytes": budget}, "unused")
             break
         except PlanError as error:
-            budget = {"device_bytes": named_budget(error)[1]}
+            budget = named_budget(error)[1]
     for number in range(2):
         step(model, optimizer, setup, number)
     groups = unwall.api.engine(model).groups
@@ -266,9 +270,23 @@ def room(fields, tight):
     return {block.tier for block in replicas}, share, over_budget(model)
 
 
-def test_a_replica_is_on_the_host_where_the_device_has_no_room(ranks):
-    assert ranks(4).run(room, {**DEVICE, **REPLICA}, True)[0] == ({"host"}, 0.5, [])
-    assert ranks(4).run(room, {**DEVICE, **REPLICA}, False)[0] == ({"device"}, 0.5, [])
+def test_a_replica_is_a_share_of_a_node_and_within_the_budget(ranks):
+    assert ranks(4).run(room, {**DEVICE, **REPLICA})[0] == ({"device"}, 0.5, [])
+    assert ranks(4).run(room, {**HOST, **REPLICA, "reduce_dtype": "int4"})[0] == ({"host"}, 0.5, [])
+
+
+def test_a_replica_is_on_the_host_where_the_device_has_no_room():
+    plan = Plan(**DEVICE, **REPLICA)
+    layout = build_layout(["weight"], [torch.Size((4096, 64))], BF16, 4, [None])
+    sizes = [group_sizes(layout, 10, True, plan, 4)] * 3
+    bare = [group_sizes(layout, 10, True, Plan(**DEVICE), 4)] * 3
+    least = 3 * device_bytes_of(bare[0], DEVICE_HOME) + working_bytes(bare, [DEVICE_HOME] * 3)
+    replica = layout.flat_bytes // 2
+    assert [size.replica_bytes for size in sizes] == [replica] * 3
+    for spare, tiers in ((0, "hhh"), (replica, "dhh"), (3 * replica - 1, "ddh"), (3 * replica, "ddd"), (None, "ddd")):
+        homes = place(sizes, plan, None if spare is None else least + spare, None)
+        assert "".join(home.replica[0] for home in homes) == tiers
+        assert sum(host_bytes_of(*pair) for pair in zip(sizes, homes, strict=True)) == tiers.count("h") * replica
 
 
 def moved(folder):
@@ -276,10 +294,10 @@ def moved(folder):
     setup, found = Setup(dtype=BF16, **SMALL), []
     for fields in (KNOWN, REPLICA):
         model, optimizer = start(setup, {**DEVICE, **fields}, folder)
-        for number, place in enumerate((HOST, DEVICE)):
+        for number, home in enumerate((HOST, DEVICE)):
             backward(model, optimizer, setup, number)
             optimizer.step()
-            plan = {"stage": 3, "compute_dtype": BF16, "disk": folder, **place, **fields}
+            plan = {"stage": 3, "compute_dtype": BF16, "disk": folder, **home, **fields}
             unwall.move(model, Plan(**plan))
         step(model, optimizer, setup, 5)
         found.append(outcome(model, optimizer))
