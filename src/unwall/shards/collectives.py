@@ -72,11 +72,14 @@ class Ranks:
 
     def let_go(self) -> None:
         """Keeps the process groups no longer. Where the ranks could not go on, works in flight would hold up the end."""
+        for part in () if self.nodes is None else (self.nodes.inside, self.nodes.across):
+            part.let_go()  # while the control group still says whether they could
         if self.size > 1 and self._group is not None and self.control.watch.end:
             with contextlib.suppress(RuntimeError):
                 self._backend.abort()
         self._group = self._backend = None
-        self.control.let_go()
+        if self._part_of is None:
+            self.control.let_go()
 
     @property
     def group(self) -> "dist.ProcessGroup":

@@ -57,6 +57,8 @@ class SimulatedGroup:
             arrival = self._bring(arrival)
         if self._gathers:
             moved_bytes = self.transit_bytes or self.size.flat_bytes
+            if self.transit_bytes:
+                arrival = rank.compute(rank.pace.packing_s(self.gathered_numel / rank.job.ranks, 0), [arrival])
             arrival = rank.submit(GATHER, rank.collective_s(moved_bytes), [arrival], f"gather {self.index}")
             rank.ledger.reserve(self.transit_bytes, f"parameters of {self.name} on their way")
         self.arrival = arrival
@@ -88,6 +90,8 @@ class SimulatedGroup:
 
     def finish_gather(self) -> None:
         self._arrived()
+        if self.transit_bytes and self._gathers:
+            self.arrival = self._rank.compute(self._rank.pace.packing_s(0, self.gathered_numel), [self.arrival])
         self.residence = Residence.RESIDENT
 
     def _arrived(self) -> None:
