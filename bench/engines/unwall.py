@@ -9,7 +9,7 @@ import torch
 from bench.engines import Job, Running, require, version_of
 from bench.workload import ADAMW, build, initial
 
-_OPTIMIZER = ("update_in_backward",)
+_OPTIMIZER = ("update_in_backward", "speculate", "states")
 
 
 def start(job: Job) -> Running:
@@ -43,10 +43,12 @@ def start(job: Job) -> Running:
     )
 
 
-def plan_fields(given: Mapping[str, str], scratch: Path) -> tuple[dict[str, Any], dict[str, bool]]:
+def plan_fields(given: Mapping[str, str], scratch: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of ``unwall.Plan`` and those of ``unwall.AdamW`` that an engine's options mean."""
     options = {name: _value(text) for name, text in given.items()}
-    optimizer = {name: bool(options.pop(name)) for name in _OPTIMIZER if name in options}
+    optimizer = {name: options.pop(name) for name in _OPTIMIZER if name in options}
+    if "update_in_backward" in optimizer:
+        optimizer["update_in_backward"] = bool(optimizer["update_in_backward"])  # 1 and 0 too
     if options.get("disk") == "scratch":
         options["disk"] = scratch
         if not {"device_bytes", "host_bytes", "params", "optimizer"} & options.keys():

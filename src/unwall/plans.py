@@ -126,10 +126,10 @@ class Plan:
                 f"states='lean' is for compute_dtype=torch.bfloat16, got {self.compute_dtype}: lean states are bf16 parameters "
                 "with one byte more. Write compute_dtype=torch.bfloat16 or states='exact'"
             )
-        if self.partition_activations and self.activations in ("keep", "auto"):
+        if self.partition_activations and self.activations == "keep":
             raise PlanError(
-                f"partition_activations=True with activations={self.activations!r}: parts are kept of the inputs of recomputed "
-                "blocks. Use activations='recompute' or 'host'"
+                "partition_activations=True with activations='keep': parts are kept of the inputs of recomputed blocks. Use "
+                "activations='auto', 'recompute', 'host' or 'disk'"
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")

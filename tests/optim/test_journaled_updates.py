@@ -28,14 +28,15 @@ def room(dtype=torch.bfloat16, share=1.0):
 
 
 def journaled(scenario, dtype=torch.bfloat16, **options):
-    return same(scenario, room(dtype), dtype=dtype, speculate="journal", **options)
+    return same(scenario, room(dtype), dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_kept_where_nothing_is_clipped(dtype):
     stats = journaled(lambda model, optimizer: steps(model, optimizer, READY + 3), dtype)
-    assert stats.speculated.committed > 0
+    assert 0 < stats.speculated.in_place == stats.speculated.committed
     assert stats.speculated.missed == 0
+    assert "used, in place" in str(stats)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,7 +174,7 @@ def test_whatever_happens_between_backward_and_step(event):
 
 
 def test_looking_at_the_model_between_backward_and_step_shows_the_old_values():
-    model, optimizer = start(room(), speculate="journal")
+    model, optimizer = start(room())
     steps(model, optimizer, READY)
     before = outcome(model, optimizer)
     backward(model, 10)
@@ -184,7 +185,7 @@ def test_looking_at_the_model_between_backward_and_step_shows_the_old_values():
 
 
 def test_a_group_that_was_looked_at_is_left_alone_for_a_while():
-    model, optimizer = start(room(), speculate="journal")
+    model, optimizer = start(room())
     steps(model, optimizer, READY)
     backward(model, 10)
     drain()
@@ -196,7 +197,7 @@ def test_a_group_that_was_looked_at_is_left_alone_for_a_while():
 
 
 def test_sixteen_bytes_per_parameter_are_enough():
-    model, optimizer = start(room(), speculate="journal")
+    model, optimizer = start(room())
     steps(model, optimizer, READY + 1)
     stats = unwall.stats(model)
     numel = sum(group.own_numel for group in unwall.api.engine(model).groups)
@@ -205,14 +206,29 @@ def test_sixteen_bytes_per_parameter_are_enough():
 
 
 def test_half_the_room_is_for_the_first_groups():
-    stats = same(lambda model, optimizer: steps(model, optimizer, READY + 3), room(share=0.5), speculate="journal")
+    stats = same(lambda model, optimizer: steps(model, optimizer, READY + 3), room(share=0.5))
     assert stats.speculated.committed > 0
 
 
 def test_with_room_for_shadows_there_are_no_journals():
-    model, optimizer = start({**HOST, "host_bytes": 10**8}, speculate="journal")
+    model, optimizer = start({**HOST, "host_bytes": 10**8})
     steps(model, optimizer, 4)
-    assert unwall.stats(model).speculated.committed > 0  # in steps too early for a journal
+    found = unwall.stats(model).speculated
+    assert found.committed > 0  # in steps too early for a journal
+    assert found.in_place == 0
+
+
+def test_with_room_for_some_shadows_the_other_groups_have_journals():
+    model, optimizer = start(HOST, speculate=False)
+    steps(model, optimizer, 1)
+    plan = {**HOST, "host_bytes": int(1.5 * unwall.stats(model).tiers["host"].live_bytes)}
+    found = same(lambda model, optimizer: steps(model, optimizer, READY), plan).speculated
+    assert 0 < found.in_place < found.committed
+
+
+def test_journals_can_be_done_without():
+    stats = same(lambda model, optimizer: steps(model, optimizer, READY), room(), speculate="shadows")
+    assert stats.speculated.in_place == 0
 
 
 def test_journals_make_way_for_what_is_needed():
@@ -230,7 +246,7 @@ def test_journals_make_way_for_what_is_needed():
     model, optimizer = start({**HOST}, speculate=False)
     scenario(model, optimizer)
     needed = unwall.stats(model).tiers["host"].peak_bytes
-    same(scenario, {**HOST, "host_bytes": max(needed, plan["host_bytes"])}, speculate="journal")
+    same(scenario, {**HOST, "host_bytes": max(needed, plan["host_bytes"])})
 
 
 def test_a_step_that_comes_before_the_update_was_begun():
@@ -248,7 +264,7 @@ def test_a_step_that_comes_before_the_update_was_begun():
 
 
 def test_what_speculate_may_be():
-    with pytest.raises(ValueError, match="speculate is True, False or \"journal\", got 'journals'"):
+    with pytest.raises(ValueError, match='speculate is True, False, "shadows" or "journal", got \'journals\''):
         start(HOST, speculate="journals")
 
 
@@ -263,7 +279,7 @@ def on_ranks(stage):
                 steps(model, optimizer, 1)
                 needed = unwall.stats(model).tiers["host"].live_bytes
                 place = {**place, "host_bytes": int(needed * 1.17)}
-            model, optimizer = start(place, max_grad_norm=clip, speculate="journal")
+            model, optimizer = start(place, max_grad_norm=clip)
             steps(model, optimizer, READY + 8)
             results.append(outcome(model, optimizer))
         found = unwall.stats(model).speculated

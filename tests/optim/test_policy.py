@@ -21,7 +21,7 @@ def _short(monkeypatch):
     monkeypatch.setattr(policy, "REST_STEPS", REST_STEPS)
 
 
-def expected(history):
+def expected_on_disk(history):
     """By the whole history."""
     steps = [event for event in history if event != RECLAIM]
     loud = max((number for number, event in enumerate(steps) if event in (CLIPPED, SEVERAL)), default=-1)
@@ -30,12 +30,12 @@ def expected(history):
     return trusted and rested(history)
 
 
-def expected_with_journal(history):
-    """The same where a miss costs little: some of the last steps are enough."""
+def expected(history):
+    """The same in memory, where a miss costs little: some of the last steps are enough."""
     steps = [event for event in history if event != RECLAIM]
     several = max((number for number, event in enumerate(steps) if event == SEVERAL), default=-1)
     known = [event for event in steps[several + 1 :] if event in (QUIET, CLIPPED)][-CLIP_MEMORY:]
-    return expected(history) or (known.count(QUIET) >= QUIET_SHARE and rested(history))
+    return expected_on_disk(history) or (known.count(QUIET) >= QUIET_SHARE and rested(history))
 
 
 def rested(history):
@@ -52,13 +52,13 @@ def decided(history):
         found.stepped(passes=2 if event == SEVERAL else 1, clips=event != PLAIN)
         if event in (QUIET, CLIPPED):
             found.scaled_by(1.0 if event == QUIET else 0.5)
-    return found.wanted, found.journal_wanted
+    return found.wanted_on_disk, found.wanted
 
 
 def test_every_short_history_is_decided_by_the_definition():
     events = (PLAIN, QUIET, CLIPPED, UNKNOWN, SEVERAL, RECLAIM)
     histories = [history for length in range(LENGTH + 1) for history in product(events, repeat=length)]
-    both = {history: (expected(history), expected_with_journal(history)) for history in histories}
+    both = {history: (expected_on_disk(history), expected(history)) for history in histories}
     assert [history for history in histories if decided(history) != both[history]] == []
     assert set(both.values()) == {(True, True), (False, True), (False, False)}
 
@@ -75,10 +75,10 @@ def test_a_loss_scale_counts_as_clipping():
     for _ in range(CLIP_MEMORY):
         found.stepped(passes=1, clips=True)
         found.scaled_by(1.0)
-    assert found.wanted
+    assert found.wanted_on_disk
     found.stepped(passes=1, clips=True)
     found.scaled_by(1 / 65536)
-    assert not found.wanted
+    assert not found.wanted_on_disk
 
 
 def total(ways, groups):

@@ -108,7 +108,7 @@ def test_updates_overlap_the_next_forward():
 def test_second_places_take_what_the_host_leaves():
     plan = Plan(params="host", optimizer="host")
     held = sum(terms_of(job(plan))["host"].values())
-    none, some, most = (job(plan, host=host, clip=False) for host in (held, int(1.5 * held), None))
+    none, some, most = (job(plan, host=host, clip=False, journal=False) for host in (held, int(1.5 * held), None))
     assert none.shadowed == ()
     assert some.shadowed == tuple(range(2, 2 + len(some.shadowed)))  # the first ones, but for two that land too late
     assert 0 < len(some.shadowed) < len(most.shadowed) == len(most.sizes) - 2
@@ -120,11 +120,11 @@ def test_second_places_take_what_the_host_leaves():
 def test_journals_take_less_of_what_the_host_leaves():
     plan = Plan(params="host", optimizer="host")
     held = sum(terms_of(job(plan))["host"].values())
-    found = job(plan, host=int(1.2 * held), clip=False, journal=True)
+    found = job(plan, host=int(1.2 * held), clip=False)
     assert found.shadowed + found.journaled == tuple(range(2, len(found.sizes)))
     assert found.journaled
     assert sum(terms_of(found)["host"].values()) <= 1.2 * held
-    assert not job(plan, host=int(1.2 * held), clip=False).journaled
+    assert not job(plan, host=int(1.2 * held), clip=False, journal=False).journaled
 
 
 def test_on_the_host_s_own_cores_everything_adds_up():

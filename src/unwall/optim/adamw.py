@@ -31,9 +31,9 @@ class AdamW(ShardedOptimizer):
     ``update_in_backward``: states on host and disk are updated in place while backward runs. That is faster where the host has
     no memory to spare, and a promise: each backward is followed by a ``step``, with the learning rate that was set before it,
     and nothing is clipped or scaled. Without it ``step`` stays the moment an update counts, and updates run ahead only where
-    spare memory keeps a way back; ``speculate=False`` leaves that memory alone and updates at ``step``. With
-    ``speculate="journal"``, where there is no room for a second place of the states, they are updated in place during backward,
-    and a journal of two bytes per parameter is the way back. The result is the same, bit by bit, with all three.
+    spare memory keeps a way back: a second place for the states, as far as there is room, or a journal of two bytes per
+    parameter; ``speculate="shadows"`` allows only the former, ``speculate=False`` leaves that memory alone and updates at
+    ``step``. The result is the same, bit by bit, with all of them.
     ``skip_nonfinite``: a step with a gradient that is inf or NaN on any rank changes nothing, its gradients are forgotten, and
     ``unwall.stats(model).skipped_steps`` counts it. (Steps of a scaled loss are skipped anyway.)
     ``states="lean"``: of bf16 parameters 5 bytes are kept instead of 12: a master of 24 bits, and a byte for each moment
@@ -61,15 +61,15 @@ class AdamW(ShardedOptimizer):
             raise ValueError("update_in_backward=True cannot clip: the norm is known only when backward has ended")
         if update_in_backward and skip_nonfinite:
             raise ValueError("update_in_backward=True cannot skip a step: it has updated before all gradients are known")
-        if speculate not in (True, False, "journal"):
-            raise ValueError(f'speculate is True, False or "journal", got {speculate!r}')
+        if speculate not in (True, False, "shadows", "journal"):
+            raise ValueError(f'speculate is True, False, "shadows" or "journal", got {speculate!r}')
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, options, max_grad_norm, skip_nonfinite)
         lean = wants_lean(states, any(engine.plan.lean for engine in self.engines()), speculate)
         self.rule = LeanRule() if lean else AdamWRule()
         if lean:
             check_lean(group for param in self._params() for _, group, _ in self.places(param))
-        self._early = EarlyUpdates(self.rule, update_in_backward, speculate)
+        self._early = EarlyUpdates(self.rule, update_in_backward, "shadows" if lean and speculate else speculate)
         frees = [self._early.shadows.free]
         if self._early.journaling is not None:
             frees.append(self._early.journaling.journals.free)

@@ -51,6 +51,7 @@ class KeepOrRedo:
             self._otherwise()
         elif scale == 1.0:
             self._engine.speculation.committed += 1
+            self._engine.speculation.in_place += 1
         else:
             self._engine.speculation.missed += 1
 

@@ -5,8 +5,9 @@ A gradient that has landed on the host can be used at once, if ``step`` will use
 the same learning rate. Nobody knows that yet. So the update goes *out of place* into a shadow (optim/shadows.py), and ``step``
 commits it by swapping the group's blocks with the shadow's, or lets it lie and updates in place as usual (optim/commit.py).
 Whatever the user does between backward and ``step``, the result is that of a synchronous step. Shadows take what host and disk
-have free; groups without one are updated at ``step`` or, with ``speculate="journal"``, in place with a way back
-(optim/journaled.py). Where the last steps say that it would be in vain, nothing is speculated (optim/policy.py).
+have free. Groups in host memory for which that is not enough are updated in place with a way back (optim/journaled.py), which
+takes little memory, and the others at ``step``. Where the last steps say that it would be in vain, nothing is speculated
+(optim/policy.py).
 
 [Note: who waits for whom]
 The thread that trains waits for updates here in two places only. Told of a gradient that has landed (``Engine._hand_out``,
@@ -55,9 +56,9 @@ class Ahead:
     """The step will update them in place."""
 
 
-Speculate = Literal["journal"] | bool
-"""Whether updates run ahead of ``step``, into shadows; ``"journal"``: also in place with a way back, where there is no room for
-them."""
+Speculate = Literal["shadows", "journal"] | bool
+"""Whether updates run ahead of ``step``: into shadows and, where there is no room for them, in place with a way back.
+``"shadows"``: only the former. ``"journal"``: as True, and refused where an optimizer has no such way back."""
 
 
 class EarlyUpdates:
@@ -70,7 +71,7 @@ class EarlyUpdates:
         """Groups that were updated in place since the last step, and with which numbers."""
         self.shadows = Shadows()
         self._allowed = speculate is not False
-        self.journaling = Journaling(self.shadows) if speculate == "journal" else None
+        self.journaling = Journaling(self.shadows) if speculate in (True, "journal") else None
         self._claimed: dict[Key, JournaledUpdate] = {}
         """Updates in place that the step under way decides about."""
         self._policy = SpeculationPolicy()
@@ -93,8 +94,6 @@ class EarlyUpdates:
         if self._last is not None and self._last.known is not None:
             self._policy.scaled_by(self._last.known)
             self._last = None
-        if self.journaling is not None and self._policy.journal_wanted:
-            return True
         return self._allowed and self._policy.wanted
 
     def read(self) -> Ahead:
@@ -107,7 +106,7 @@ class EarlyUpdates:
         )
 
     def speculate(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
-        """Starts the update of a group out of place, if there is a shadow for it."""
+        """Starts the update of a group out of place, if there is a shadow for it, or in place, if there is a journal."""
         key = (id(engine), group.index)
         forgotten = self._speculations.take(key)  # a backward was forgotten without this optimizer's zero_grad
         if forgotten is not None:
@@ -115,7 +114,7 @@ class EarlyUpdates:
         self._know(engine)
         if self.journaling is not None:
             self.journaling.choose(engine)
-        shadow = self._shadow_for(engine, group, stores) if self._policy.wanted else None
+        shadow = self._shadow_for(engine, group, stores)
         if shadow is None:
             self._journal(engine, group, stores, runs)
             return
@@ -132,7 +131,7 @@ class EarlyUpdates:
 
     def _journal(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
         """Starts the update of a group in place, if there is a journal for it."""
-        if self.journaling is None or not self._policy.journal_wanted:
+        if self.journaling is None:
             return
         update = self.journaling.begin(engine, group, stores, runs)
         if update is not None:
@@ -225,6 +224,8 @@ class EarlyUpdates:
     def _shadow_for(self, engine: Engine, group: Group, stores: dict[StateKey, Store]) -> Shadow | None:
         if not group.home.on_disk:
             return self.shadows.of_group(engine, group, stores)
+        if not self._policy.wanted_on_disk:
+            return None
         ahead = sum(other.through_disk and other.under_way for other in self._speculations.open())
         return None if ahead >= DISK_AHEAD else self.shadows.on_disk(engine, stores)
 

@@ -86,7 +86,7 @@ def wants_lean(states: str | None, planned: bool, speculate: object) -> bool:
             "states out here"
         )
     lean = planned or states == "lean"
-    if lean and not isinstance(speculate, bool):
+    if lean and speculate == "journal":
         raise ValueError(
             f"speculate={speculate!r} with lean states: what rounding at random has lost cannot be computed back. Write "
             "speculate=True, or states='exact'"

@@ -4,13 +4,14 @@ and what takes how much memory.
 [Note: when to speculate]
 What runs ahead of ``step`` is lost when the step clips, or when another backward comes first. Both are habits of a training
 loop, so the last steps say what the next one will be like. A loop that clips nothing is trusted after its first step (which
-takes its memory before shadows do), one that may clip after ``CLIP_MEMORY`` steps in which it did not. After someone needed the
+takes its memory before shadows do), one that may clip when ``QUIET_SHARE`` of its last ``CLIP_MEMORY`` steps did not. So it
+goes on at once after a step that clips, where such steps are rare, and waits where they are the rule. After someone needed the
 memory of the shadows there are none for ``REST_STEPS`` steps.
 
-An update in place with a journal (optim/journaled.py) that is missed costs at the step about half an update more than one that
-was not tried; one that is used saves a whole one. So it pays where a third of the steps clip nothing, and does not stop after
-each step that clips: ``QUIET_SHARE`` of the last ``CLIP_MEMORY`` steps are enough. Shadows keep the stricter rule: on disk,
-what is written in vain takes the drive's time from the updates that come after it.
+What a miss costs: the update into a shadow ran beside backward, and the step updates as if it had not. A miss in place with
+a journal (optim/journaled.py) costs half an update more; a hit saves a whole one, so it would pay from a third of the steps on.
+On disk what is written in vain takes the drive's time from the updates that come after it, so there none of the last
+``CLIP_MEMORY`` steps may have clipped.
 
 [Note: which way]
 A shadow is the fastest way, but takes as much memory as the states, a journal takes a seventh of that, waiting for the step
@@ -24,9 +25,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 CLIP_MEMORY = 8
-"""Steps without clipping after which speculation pays again."""
-QUIET_SHARE = 3
-"""Of the last ``CLIP_MEMORY`` steps: as many without clipping make a journal pay."""
+"""Steps that may clip and are remembered. On disk: as many without clipping make speculation pay again."""
+QUIET_SHARE = 4
+"""Of the last ``CLIP_MEMORY`` steps: as many without clipping make speculation in memory pay."""
 REST_STEPS = 50
 """Steps without speculation after someone needed the memory of the shadows."""
 
@@ -61,14 +62,14 @@ class SpeculationPolicy:
 
     @property
     def wanted(self) -> bool:
-        """Whether what is computed ahead now is likely to be committed."""
-        return self._quiet_steps >= CLIP_MEMORY and self._rest_steps == 0
-
-    @property
-    def journal_wanted(self) -> bool:
-        """The same of an update in place that can be taken back."""
+        """Whether what is computed ahead now, in host memory, is likely enough to be committed."""
         often = self._quiet_steps >= CLIP_MEMORY or sum(self._last) >= QUIET_SHARE
         return often and self._rest_steps == 0
+
+    @property
+    def wanted_on_disk(self) -> bool:
+        """The same where the drive is written to in vain otherwise."""
+        return self._quiet_steps >= CLIP_MEMORY and self._rest_steps == 0
 
 
 class Way(enum.Enum):

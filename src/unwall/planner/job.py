@@ -16,9 +16,9 @@ from unwall.plans import Plan
 from unwall.runtime.resources import STATE_SHARE
 from unwall.schedule.activations import NO_LINK
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
-from unwall.shards.arrange import Planned, tilings
-from unwall.shards.build import Room, plan_groups, sizes_of
-from unwall.shards.grouping import Unit
+from unwall.shards.build import Room, sizes_of
+from unwall.shards.grouping import Unit, uncut
+from unwall.shards.groupings import Planned
 from unwall.shards.layout import Layout
 from unwall.shards.placement import (
     Home,
@@ -30,7 +30,6 @@ from unwall.shards.placement import (
     place,
     working_bytes,
 )
-from unwall.shards.tiles import forced
 
 MAX_PLACED = 2000
 """Groups that are still placed one by one: that takes the square of their number."""
@@ -120,7 +119,7 @@ def make_job(
     planned = _planned(outline, plan, ranks, Room(of_states, host_room_bytes))
     sizes = sizes_of(planned, plan, ranks)
     homes = place(sizes, plan, of_states, host_room_bytes)
-    shadowed, journaled = _ahead(sizes, homes, workload, host_room_bytes)
+    shadowed, journaled = _ahead(sizes, homes, workload, host_room_bytes, journals=workload.journal and not plan.lean)
     room, link = None, NO_LINK
     if shared and device_room_bytes is not None:
         pairs = list(zip(sizes, homes, strict=True))
@@ -138,14 +137,15 @@ def make_job(
 
 def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
     """Groups, with tiles where ``shard`` would cut parameters: where what comes and goes is all that does not fit."""
+    groupings = outline.groupings(plan, ranks)
     if plan.tiles is not None:
-        return plan_groups(outline.module, plan, ranks, forced(outline.module, plan))
-    whole = plan_groups(outline.module, plan, ranks)
+        return groupings.planned(groupings.forced(plan), plan.budget_device_bytes)
+    whole = groupings.planned(uncut, plan.budget_device_bytes)
     largest = outline.largest_tileable_numel * plan.compute_dtype.itemsize
     if room.device_bytes is None or 4 * largest <= room.device_bytes or not _lacks_working(whole, plan, ranks, room):
         return whole
-    for cuts in tilings(outline.module, plan, room):
-        cut = plan_groups(outline.module, plan, ranks, cuts)
+    for cuts in groupings.tilings(plan.budget_device_bytes or room.device_bytes):
+        cut = groupings.planned(cuts, plan.budget_device_bytes)
         if plan.params == "auto" and len(cut) > MAX_PLACED:
             return whole
         if not _lacks_working(cut, plan, ranks, room):
@@ -172,7 +172,7 @@ def planned_journal_bytes(size: Sizes) -> int:
 
 
 def _ahead(
-    sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None
+    sizes: list[Sizes], homes: list[Home], load: Workload, room_bytes: int | None, journals: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The groups with a second place, and those with a journal, as far as the host has room, as ``optim/`` chooses them."""
     if load.clip or load.passes > 1 or load.update_in_backward:
@@ -182,7 +182,7 @@ def _ahead(
     pairs = enumerate(zip(sizes, homes, strict=True))
     able = [index for index, (size, home) in pairs if home.tier == "host" and not home.on_disk and size.trainable]
     nothing = float("inf")
-    rooms = [Ways(shadow_bytes(sizes[at]), planned_journal_bytes(sizes[at]) if load.journal else nothing) for at in able]
+    rooms = [Ways(shadow_bytes(sizes[at]), planned_journal_bytes(sizes[at]) if journals else nothing) for at in able]
     # Those whose gradients are still on their way when backward ends are updated at the step.
     late = 0 if homes[0].tier == "device" else REDUCES_IN_FLIGHT
     ways = [(at, way) for at, way in zip(able, choose_ways(rooms, left), strict=True) if at >= late]

@@ -29,8 +29,8 @@ class Workload:
     while backward runs, as far as spare host memory goes (``optim/early.py``)."""
     update_in_backward: bool = False
     """AdamW's promise of that name: all states on host and disk are updated while backward runs, in place."""
-    journal: bool = False
-    """``AdamW(speculate="journal")``: where spare host memory does not hold a second place, it may hold a journal."""
+    journal: bool = True
+    """Where spare host memory does not hold a second place, it may hold a journal. False: ``AdamW(speculate="shadows")``."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "passes", "sequence_tiles", "item_bytes"):

@@ -47,10 +47,13 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
 
 def _how(engine: Engine) -> Callable[..., Any]:
     """How blocks are recomputed: by torch's checkpoint, or with parts of their inputs."""
+    partition = _partition(engine)
+    return checkpoint if partition is None else partition.checkpoint
+
+
+def _partition(engine: Engine) -> Partition | None:
     ranks = [dimension.ranks for dimension in engine.others.tensor]
-    if not engine.plan.partition_activations or not ranks:
-        return checkpoint
-    return Partition(ranks[0]).checkpoint
+    return Partition(ranks[0]) if engine.plan.partition_activations and ranks else None
 
 
 def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
@@ -80,11 +83,13 @@ def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
     auto = engine.activations = Auto(engine, len(blocks), room, mover, _is_state(engine))
     if engine.plan.sequence_tiles is None and device.type == "cuda":
         auto.tiles = Tiles(model)
+    partition = _partition(engine)
     for number, block in enumerate(blocks):
         if block._compiled_call_impl is None:
-            block.forward = _decided(auto, number, BlockCall(block, block.forward, device))
+            block.forward = _decided(auto, number, BlockCall(block, block.forward, device, partition))
         else:
-            block._compiled_call_impl = _decided(auto, number, BlockCall(block, block._compiled_call_impl, device))
+            call = BlockCall(block, block._compiled_call_impl, device, partition)
+            block._compiled_call_impl = _decided(auto, number, call)
 
 
 def _decided(auto: Auto, number: int, block: BlockCall) -> Callable[..., Any]:

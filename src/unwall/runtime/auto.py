@@ -204,7 +204,7 @@ class Auto:
                 census.kept_bytes[number] = kept
             return True
 
-        with nullcontext() if census is None else census.counting(number, given_tensors(args, kwargs)):
+        with nullcontext() if census is None else census.counting(number, block.inputs(args, kwargs), lambda: block.taker):
             output = block.survive(run, args, kwargs, free)
         self._count_held(number)
         return output

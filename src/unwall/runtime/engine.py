@@ -40,9 +40,11 @@ class Speculated:
     """How updates that ran ahead of their step ended."""
 
     committed: int = 0
+    in_place: int = 0
+    """Of those: in place, with a journal as the way back (optim/journaled.py). The others had a second place."""
     missed: int = 0
     escaped: int = 0
-    """Elements whose way back did not fit into a journal's two bytes, of updates in place (optim/journaled.py)."""
+    """Elements whose way back did not fit into a journal's two bytes, of updates in place."""
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ class SavedOnDisk(SavedOnHost):
         ahead = 0
         for earlier in range(number - 1, 0, -1):
             moved = self._by_number.get(earlier)
-            if moved is None or moved.leaving.tensor is not None:
+            if moved is None:
                 return
-            if moved.uses <= 0:
+            if moved.uses <= 0 or moved.leaving.tensor is not None:
                 continue
             if moved.block is None and moved.back is None:
                 taken = self._shelf.take(moved.nbytes)
@@ -162,8 +162,9 @@ class SavedOnDisk(SavedOnHost):
                     return
                 self._begin_read(moved, taken)
             ahead += moved.nbytes
-            if moved.back is None and ahead <= self._ahead_bytes and (moved.ticket is None or moved.ticket.done()):
-                self._fetch(moved)
+            is_read = moved.ticket is None or moved.ticket.done()
+            if moved.back is None and ahead <= self._ahead_bytes and is_read and not self._fetches(moved):
+                return
 
     def _begin_read(self, moved: Moved, taken: "tuple[HostBlock, Done] | None") -> None:
         if taken is None or moved.on_disk is None:

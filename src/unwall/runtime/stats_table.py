@@ -76,6 +76,7 @@ def _counters(stats: "Stats") -> list[Row]:
         ("optimizer steps", f"{stats.steps:,}"),
         ("written to disk per step", format_bytes(round(stats.disk_bytes_per_step))),
         ("updates ahead of the step: used", f"{ahead.committed:,}"),
+        *([("updates ahead of the step: used, in place", f"{ahead.in_place:,}")] if ahead.in_place else []),
         ("updates ahead of the step: done again", f"{ahead.missed:,}"),
         *([("elements that escaped a journal", f"{ahead.escaped:,}")] if ahead.escaped else []),
         ("trace mismatches", f"{stats.trace_mismatches:,}"),
