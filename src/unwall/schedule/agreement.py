@@ -80,7 +80,14 @@ class Agreement:
         if self._ranks.size == 1:
             self._acts.join_gather(index)
         else:
-            self._take(Op(NEAR if near else GATHER, index))
+            self._take(self._gathering(index, near))
+
+    def _gathering(self, index: int, near: bool) -> Op:
+        """A script is followed that has the gather over all ranks next, although one inside the node would do: this once a step
+        was skipped, and the parameters are still those of before."""
+        whole = Op(GATHER, index)
+        follow = self._following() if near else None
+        return Op(NEAR, index) if near and (follow is None or not follow.is_next(whole)) else whole
 
     def may_gather_ahead(self, index: int, near: bool = False) -> bool:
         """Whether a gather that is not needed yet may begin now. By script: only in its turn.
@@ -88,11 +95,7 @@ class Agreement:
         Without a script it is negotiated, and whoever asks waits for the others. What is not needed yet is asked for by one
         rank sooner than by another (whose update still runs): with ranks of two dimensions they could wait in a circle."""
         follow = self._following()
-        return (
-            not (self._crossed and self._ranks.size > 1)
-            if follow is None
-            else follow.is_next(Op(NEAR if near else GATHER, index))
-        )
+        return not (self._crossed and self._ranks.size > 1) if follow is None else follow.is_next(self._gathering(index, near))
 
     def reduce(self, index: int, bits: tuple[int, ...]) -> None:
         """This rank's gradients of a group are complete; ``bits``: of which parameters."""
