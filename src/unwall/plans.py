@@ -48,6 +48,9 @@ class Plan:
     partition_activations: bool = False
     """Over a mesh with a tensor-parallel dimension of T ranks: of the input of a recomputed block that is the same on all of
     them, each keeps 1/T, and they gather it before the block's backward."""
+    arenas: bool = False
+    """On an accelerator: what unwall holds for long (states, gathered groups, gradients, the inputs of recomputed blocks) lies
+    in memory pools of its own, so that it does not break up the memory that comes and goes. See docs/activations.md."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None

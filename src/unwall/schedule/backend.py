@@ -42,6 +42,10 @@ class GroupBackend(Protocol):
         """An update is under way that a fetch would have to wait for."""
 
     @property
+    def undecided(self) -> bool:
+        """An update may yet be taken back, and a fetch would do so."""
+
+    @property
     def updated_in_place(self) -> bool:
         """The update writes what was gathered: it never is out of date."""
 

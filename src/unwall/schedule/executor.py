@@ -277,7 +277,10 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         self.gathered_elements += group.gathered_numel if self._ranks > 1 else 0
 
     def _work_ahead(self) -> None:
-        """Starts fetching the next missing groups, where that pushes out nothing that is needed sooner."""
+        """Starts fetching the next missing groups, where that pushes out nothing that is needed sooner.
+
+        Nothing here may depend on how far this rank's updates are: with several ranks all fetch the same groups at the same
+        points, so a collective of the user's own between two modules comes at the same place in the order of each rank."""
         if not self.trace.known:
             return
         while True:
@@ -290,7 +293,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 return
             if not self.agreement.may_gather_ahead(index):
                 return
-            if group.updating:
+            if group.undecided or (group.updating and self._ranks == 1):
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             if not self._drop_for(group.fetch_bytes + group.transit_bytes, sooner_than=distance):
                 return

@@ -92,7 +92,9 @@ class Group:
         self._cut, self._own_all = cut, own_all
         self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
         self.live_at(home)
-        self._placeholder = _placeholder(layout.dtype, tiers.device.device)
+        self._whole = [slot.whole for slot in layout.slots]
+        placeholder = _placeholder(layout.dtype, tiers.device.device)
+        self._placeholders = [placeholder.expand(slot.shape) for slot in layout.slots]
         self.faces = Faces(self.params, layout)
 
     def live_at(self, home: Home, value: torch.Tensor | None = None) -> None:
@@ -167,8 +169,13 @@ class Group:
 
     @property
     def updating(self) -> bool:
-        """An update is under way on the host."""
+        """An update of the parameters is under way on the host."""
         return self.pending.updating
+
+    @property
+    def undecided(self) -> bool:
+        """An update was made in place ahead of its step, and whoever fetches the group takes it back."""
+        return self.pending.ahead is not None
 
     @property
     def updated_in_place(self) -> bool:
@@ -178,7 +185,7 @@ class Group:
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)
-        self.pending.settle()
+        self.pending.settle_params()
         self.pending.staging.close()  # training goes on: the memory for looking at states is free again
         self.buffer.fill()
         self.residence = Residence.ARRIVING
@@ -192,7 +199,7 @@ class Group:
         with torch.no_grad(), _quietly(self.flat):
             if self.home.tier == "host":
                 assert self.param is not None
-                block = self.param.block
+                block = self.param.fetched_block
                 part = Region(self.buffer.block, self.own_start * self.layout.dtype.itemsize, block.nbytes)
                 self._copying = self._tiers.links.copy(Region.whole(block), part, self.name)
                 self.buffer.hold(self._copying)
@@ -286,17 +293,17 @@ class Group:
         self.faces.is_open = False
 
     def detach_one(self, slot: int) -> None:
-        self.faces.show(slot, self._placeholder.expand(self.layout.slots[slot].shape))
+        self.faces.show(slot, self._placeholders[slot])
         self.faces.hide(slot)
 
     def _attach_one(self, slot: int) -> None:
         """A parameter that lies in several slots is never shown: whoever computes with it takes the views of its parts."""
-        if self.layout.slots[slot].whole:
+        if self._whole[slot]:
             self.faces.show(slot, self.buffer.views[slot])
 
     def show(self, slot: int) -> None:
         """A parameter that was lent to the user shows again what its group's residence says."""
-        if self.residence is Residence.RESIDENT and self.layout.slots[slot].whole:
+        if self.residence is Residence.RESIDENT and self._whole[slot]:
             self._attach_one(slot)
             if not self.faces.is_open:
                 self.faces.hide(slot)

@@ -45,6 +45,10 @@ class SimulatedGroup:
     def updating(self) -> bool:
         return self.update is not None and not self.update.done
 
+    @property
+    def undecided(self) -> bool:
+        return False
+
     def begin_gather(self) -> None:
         rank = self._rank
         if self.update is not None:
