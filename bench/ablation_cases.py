@@ -87,7 +87,7 @@ def _tiny() -> dict[str, Part]:
         "journal": _journal(replace(host, plan=_HOST | {"device_bytes": "512KiB", "host_bytes": "4MiB"}), "The journal"),
         "disk": Part("States on disk", (disk.named(ALL_ON, "prefetch off", "overlap off"),)),
         "long": Part("Long samples", _long(Training(shape="tiny", seq=64, plan={}, keeps=True, warm=1))),
-        "layer": Part("A huge layer", layer={"hidden": 256, "tokens": 8, "steps": 1}),
+        "layer": Part("A huge layer", layer={"hidden": 1024, "tokens": 8, "steps": 1}),
         "ranks": Part("Ranks", ranks={"worlds": (2,), "shape": "tiny", "steps": 1, "rounds": 1}),
     }
 
@@ -103,12 +103,12 @@ def _cores() -> dict[str, Part]:
         link_bytes_per_s=None,
         warm=3,
     )
-    long = Training(shape="50m", seq=2048, plan={}, keeps=True, warm=1, within=("256MiB", "8GiB"))
+    long = Training(shape="50m", seq=512, plan={}, keeps=True, warm=1, within=("256MiB", "8GiB"))
     return {
         "host": Part("States on the host, 50m, links of 1 GB/s", _schedule(host, (4,))),
         "journal": _journal(full, "States fill the host, 50m"),
         "disk": Part("States on disk, 50m", (disk.named(ALL_ON, "prefetch off", "overlap off", "speculation off"),)),
-        "long": Part("One sample of 2,048 tokens, 50m", _long(long)),
+        "long": Part("One sample of 512 tokens, 50m", _long(long)),
         "layer": Part("One layer 2,048 to 8,192, 64 tokens", layer={"hidden": 2048, "tokens": 64, "steps": 3}),
         "ranks": Part(
             "Several ranks, 50m, links of 1 GB/s",
