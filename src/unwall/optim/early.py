@@ -22,7 +22,7 @@ the update runs in place and needs no shadow; breaking the promise is an error.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -37,7 +37,7 @@ from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
 from unwall.optim.speculation import Key, Progress, Speculation, Speculations, Wanted
-from unwall.optim.updates import Factor, HostUpdate, on_update_thread
+from unwall.optim.updates import Factor, HostUpdate, Work, on_update_thread
 from unwall.runtime.engine import Engine
 from unwall.runtime.failures import FailureDomain
 from unwall.shards.group import Group
@@ -179,9 +179,7 @@ class EarlyUpdates:
                     update.pending.ahead = update
             self._claimed.clear()
 
-    def commit_or(
-        self, engine: Engine, group: Group, runs: list[Run], factor: Factor, otherwise: Callable[[], None]
-    ) -> HostUpdate:
+    def commit_or(self, engine: Engine, group: Group, runs: list[Run], factor: Factor, otherwise: Work) -> HostUpdate:
         """Queues a group's update: what was computed ahead, if that holds and nothing is clipped, ``otherwise`` in place."""
         claimed = self._claimed.get((id(engine), group.index))
         speculation = self._take(engine, group, runs)

@@ -266,8 +266,7 @@ class Auto:
         self._room.failed()
         self._decided.clear()
         engine.executor.drop_cache()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        engine.device.give_back()
         return True
 
     def _leave_alone(self) -> None:

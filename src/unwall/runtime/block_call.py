@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from unwall.runtime.kept_input import InArena
 from unwall.runtime.partitioned import Partition
 from unwall.runtime.recompute import inside_checkpoint, keep_buffers
 from unwall.shards import default_hooks
@@ -41,7 +42,7 @@ class BlockCall:
     """The forward of one block, in each of the ways it can run."""
 
     def __init__(
-        self, block: nn.Module, forward: Callable[..., Any], device: torch.device, partition: Partition | None = None
+        self, block: nn.Module, forward: Callable[..., Any], device: torch.device, how: Partition | InArena | None = None
     ) -> None:
         self._block = block
         self.forward = forward
@@ -49,8 +50,10 @@ class BlockCall:
         """The ``pack`` of the checkpoint around the forward that runs now, ``BEGUN`` before that. No longer: it holds the
         input."""
         self._device = device
-        self._partition = partition
-        self._checkpoint: Callable[..., Any] = checkpoint if partition is None else partition.of(block)
+        self._partition = how if isinstance(how, Partition) else None
+        self._checkpoint: Callable[..., Any] = checkpoint if how is None else how.checkpoint
+        if self._partition is not None:
+            self._checkpoint = self._partition.of(block)
         has_buffers = next(block.buffers(), None) is not None
         self._contexts: Any = self._keeping_buffers if has_buffers else noop_context_fn
 

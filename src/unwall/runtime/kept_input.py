@@ -11,8 +11,12 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from unwall.tiers.arena import Arena
+
+MIN_BYTES = 1 << 20
+"""Smaller inputs stay where they are: torch keeps what is small apart by itself."""
 Restore: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -35,6 +39,36 @@ def checkpoint_keeping(
     others = (*args[:at], *args[at + 1 :])
     del args
     return checkpoint(run, kept, *others, use_reentrant=False, context_fn=context_fn, **named)
+
+
+class InArena:
+    """Keeps copies of the inputs of recomputed blocks in an arena ([Note: arenas] in tiers/arena.py). A copy costs little
+    against the block, and the memory that blocks compute in is not broken up by what waits for backward."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool = False,  # noqa: ARG002 (as torch's checkpoint takes it)
+        context_fn: Any = noop_context_fn,
+        **named: Any,
+    ) -> Any:
+        """torch's checkpoint, of which the block's input is kept in the arena."""
+        at, given = input_of(args)
+        if given is None or torch.compiler.is_compiling() or not self._takes(given):
+            return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **named)
+        with torch.no_grad(), self._arena.taking():
+            kept = given.detach().clone()
+        # A block that changes its input in place must not change what is kept of it.
+        return checkpoint_keeping(kept, torch.Tensor.clone, at, function, args, context_fn, named)
+
+    def _takes(self, given: torch.Tensor) -> bool:
+        if type(given) is not torch.Tensor or given.device != self._arena.device:
+            return False
+        return given.nbytes >= MIN_BYTES and given.is_contiguous()
 
 
 def input_of(args: tuple[Any, ...]) -> tuple[int, torch.Tensor | None]:

@@ -21,6 +21,7 @@ import torch
 from unwall.runtime.moved import Done, Moved
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.tiers.block import Region
+from unwall.tiers.device import DeviceTier
 from unwall.tiers.host import HostBlock, HostTier
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.links import Links
@@ -33,7 +34,7 @@ class SavedOnDisk(SavedOnHost):
 
     _failed = False
 
-    def __init__(self, links: Links, host: HostTier, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, links: Links, host: HostTier, device: DeviceTier, stays: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(links, host, device, stays)
         known = self._by_number
         self._shelf.most_bytes = WINDOW_BYTES

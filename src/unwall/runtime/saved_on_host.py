@@ -17,11 +17,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from unwall.runtime.moved import Done, Leaving, Moved, Shelf
+from unwall.tiers.device import DeviceTier
 from unwall.tiers.host import HostBlock, HostTier
 from unwall.tiers.links import Links
 
@@ -47,9 +49,9 @@ class SavedView:
 class SavedOnHost:
     """The layer. ``stays`` says which tensors are no activations: views of parameters. See [Note: there and back]."""
 
-    def __init__(self, links: Links, host: HostTier, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, links: Links, host: HostTier, device: DeviceTier, stays: Callable[[torch.Tensor], bool]) -> None:
         self._links = links
-        self._device = device
+        self._device, self._arena = device.device, device.inputs_arena
         self._stays = stays
         self._min_bytes, self._in_flight_bytes, self._ahead_bytes = MIN_BYTES, IN_FLIGHT_BYTES, AHEAD_BYTES
         self._shelf = Shelf(host)
@@ -195,7 +197,8 @@ class SavedOnHost:
     def _fetch(self, moved: Moved) -> None:
         if moved.back is None:
             assert moved.block is not None
-            target = torch.empty(moved.nbytes, dtype=torch.uint8, device=self._device)
+            with nullcontext() if self._arena is None else self._arena.taking():
+                target = torch.empty(moved.nbytes, dtype=torch.uint8, device=self._device)
             moved.stream = torch.cuda.current_stream(self._device) if target.is_cuda else None
             moved.arrived = self._copy(moved.block.data, target, outward=False, after=moved.leaving.done)
             moved.back = target.untyped_storage()
