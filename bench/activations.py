@@ -25,6 +25,7 @@ import unwall
 from bench.shapes import SHAPES, Shape
 from bench.workload import ADAMW, COMPUTE_DTYPE, Block, Decoder, Embedding, Linear, batch_of
 from unwall.nn import linear_cross_entropy
+from unwall.runtime import link_speed
 
 ROWS = ("plain-keep", "plain-recompute", "unwall-default", "unwall-keep", "unwall-recompute", "unwall-host")
 TILES = 16
@@ -84,7 +85,8 @@ class KeepingDecoder(Decoder):
 
 
 def options_of(row: str, budget: str | None) -> dict[str, Any]:
-    """The plan of a row: ``unwall-CHOICE``, ``-offload`` with states on the host, ``-tiles`` in sequence tiles."""
+    """The plan of a row: ``unwall-CHOICE``, ``-offload`` with states on the host, ``-tiles`` in sequence tiles, ``-whole``
+    where ``"auto"`` may move whole blocks."""
     _, choice, *more = row.split("-")
     if choice == "default":
         return {}
@@ -108,6 +110,7 @@ def build(row: str, shape: Shape, device: torch.device, budget: str | None) -> t
         optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda", **ADAMW)
         return model, optimizer
     options = options_of(row, budget)
+    link_speed.WHOLE_BLOCKS = "whole" in row
     if "offload" in row and options["activations"] == "recompute":
         del options["device_bytes"]  # with a choice by hand it would cover states alone
     unwall.shard(model, unwall.Plan(**options))
@@ -197,7 +200,7 @@ def must_hold(small: bool, parts: list[str]) -> None:
         table("The default plan against plain PyTorch", ("plain-keep", "unwall-default"), [*size, "--steps", "4"])
     if "budget" in parts:
         budget = "2MiB" if small else "24GiB"
-        rows = ("unwall-recompute-offload", "unwall-auto-offload")
+        rows = ("unwall-recompute-offload", "unwall-auto-offload", "unwall-auto-offload-whole")
         table(f"States on the host, {budget} in all for the auto row", rows, [*size, "--steps", "4", "--budget", budget])
     for hidden in ((64, 128) if small else (2048, 4096, 8192)) * ("host" in parts):
         given = (

@@ -5,8 +5,9 @@ direct reads and writes, 16 MiB at a time with four threads. Files are put out o
 into an optimizer that was just built, as when a training is resumed; ``load over`` into one that has stepped. ``dcp`` is the
 distributed checkpoint of torch, of fp32 parameters and moments in host memory, on the disk as ours is; DeepSpeed's is that of
 the 125m shape with ZeRO-3 and states on the host, in a process of its own. Also measured: how long ``save(block=False)`` keeps
-the caller, and what the steps that follow it take longer. No round is begun after ``--seconds``; ``--shape 3b`` needs 36 GB on
-the drive and 80 GB of host memory.
+the caller, what the steps that follow it take longer, and how many bytes a load reads from the drive for each that it loads.
+No round is begun after ``--seconds``; ``--parts`` leaves some of it out. ``--shape 3b`` needs 42 GB on the drive and 100 GB of
+host memory.
 """
 
 import argparse
@@ -118,18 +119,44 @@ class Training:
             torch.cuda.synchronize()
 
 
-def ours(training, folder, nbytes):
+def bytes_from_drives():
+    """What this process has read from drives so far, or None where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/io").read_text().splitlines():
+            if line.startswith("read_bytes:"):
+                return int(line.split()[1])
+    return None
+
+
+def load(path, training):
+    """Seconds, and bytes from drives. Nothing is in the page cache."""
+    forget(path)
+    before = bytes_from_drives()
+    seconds, _ = timed(lambda: unwall.load(path, training.model, training.optimizer))
+    return seconds, None if before is None else bytes_from_drives() - before
+
+
+def ours(training, folder, nbytes, parts):
     """Bytes and seconds of each part of our own."""
     found = {}
     model = training.model
     found["save"], path = timed(lambda: unwall.save(folder, model, training.optimizer))
-    training.renew()
-    forget(folder)
-    found["load"], _ = timed(lambda: unwall.load(path, model, training.optimizer))
-    if nbytes < OVER_BYTES:
-        forget(folder)
-        found["load over"], _ = timed(lambda: unwall.load(path, model, training.optimizer))
+    read = {}
+    if "load" in parts:
+        training.renew()
+        found["load"], read["load"] = load(path, training)
+    if "over" in parts and nbytes < OVER_BYTES:
+        found["load over"], read["load over"] = load(path, training)
     shutil.rmtree(folder)  # the drive may not hold two
+    if "async" in parts:
+        found |= beside(training, folder)
+    rows = {name: (nbytes, seconds) for name, seconds in found.items()}
+    return rows, {name: count / nbytes for name, count in read.items() if count is not None}
+
+
+def beside(training, folder):
+    """Seconds of a save that goes on while training does."""
+    found, model = {}, training.model
     training.steps(2)
     calm, _ = timed(lambda: training.steps(STEPS_BESIDE))
     found["async: caller kept"], pending = timed(lambda: unwall.save(folder, model, training.optimizer, block=False))
@@ -138,7 +165,7 @@ def ours(training, folder, nbytes):
     found["async: all of it"] = found["async: caller kept"] + beside + rest
     found[f"{STEPS_BESIDE} steps, calm"], found[f"{STEPS_BESIDE} steps, beside a save"] = calm, beside
     shutil.rmtree(folder)
-    return {name: (nbytes, seconds) for name, seconds in found.items()}
+    return found
 
 
 def theirs(states, folder):
@@ -229,6 +256,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--parts", default="load,over,async", help="what is measured beside a save, of: load, over, async")
     parser.add_argument("--no-dcp", action="store_true")
     parser.add_argument("--no-deepspeed", action="store_true")
     parser.add_argument("--json", default=None)
@@ -254,13 +282,14 @@ def measure(options, folder):
     nbytes = 12 * sum(param.numel() for param in training.model.parameters())
     states = None if options.no_dcp else states_for(training.model)
     sample = min(nbytes, SAMPLE_BYTES)
-    rows = {}
+    rows, read = {}, {}
     for number in range(options.rounds):
         if number and time.perf_counter() - begin > options.seconds:
             break
         part = {name: (sample, raw(folder / "raw", sample, write)) for name, write in DRIVE.items()}
         (folder / "raw").unlink()
-        part |= ours(training, folder / "ours", nbytes)
+        found, read = ours(training, folder / "ours", nbytes, options.parts.split(","))
+        part |= found
         if states is not None:
             part |= theirs(states, folder / "theirs")
         for name, found in part.items():
@@ -271,7 +300,8 @@ def measure(options, folder):
     rows |= {name: [row] for name, row in found.items()}
     taken = time.perf_counter() - begin
     what = f"{options.shape}, states on {options.tier}, {nbytes / 1e9:.1f} GB, {len(rows['save'])} rounds in {taken:.0f} s"
-    return {"text": table(what, rows, note), "rows": rows, "ratios": ratios(rows), "nbytes": nbytes}
+    note = "\n".join([*(f"{name:28} {times:6.2f} bytes read per byte loaded" for name, times in read.items()), note])
+    return {"text": table(what, rows, note), "rows": rows, "ratios": ratios(rows), "read": read, "nbytes": nbytes}
 
 
 DRIVE = {"drive write": True, "drive read": False}
@@ -284,7 +314,7 @@ def ratios(rows):
     pairs = {
         "save against the drive": ("save", "drive write", ">= 0.85"),
         "load against the drive": ("load", "drive read", ">= 0.85"),
-        "load over against the drive": ("load over", "drive read", "read twice"),
+        "load over against the drive": ("load over", "drive read", ">= 0.85, half of it without room"),
         "async: caller kept, share of a blocking save": ("save", "async: caller kept", "<= 0.05"),
         "async: steps beside it, times as long": (f"{steps}calm", f"{steps}beside a save", "about 1"),
         "save against dcp": ("save", "dcp save", "> 1"),

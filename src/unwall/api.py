@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.parallel.mesh import check_mesh, check_without_mesh, describe, everyone_in, read_mesh, roles_of, sizes_of
+from unwall.parallel.nodes import find_nodes
 from unwall.parallel.peers import Peers
 from unwall.parallel.tensor import parallelize
 from unwall.parallel.values import start_value
@@ -26,11 +27,12 @@ from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
 from unwall.runtime.engine import Engine, forget_interrupted
 from unwall.runtime.hooks import engine_of
-from unwall.runtime.init import Pager, Shelf, building, paged_bytes
+from unwall.runtime.init import Pager, building, paged_bytes
 from unwall.runtime.meta_buffers import fill_meta_buffers
 from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
 from unwall.runtime.resources import open_tiers, room_on
+from unwall.runtime.shelf import Shelf
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
 from unwall.shards.build import smallest
@@ -67,10 +69,11 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
     unwritten |= fill_meta_buffers(model)
     forget_interrupted()
-    device = DeviceTier(_device(model, mesh), plan.budget_device_bytes)
+    device = DeviceTier(_device(model, mesh), plan.budget_device_bytes, arenas=plan.arenas)
     ranks, others = (
         (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
     )
+    plan = find_nodes(plan, ranks, mesh)
     room = smallest(ranks.every(room_on(device.device, plan, paged_bytes(model))))
     number = ranks.rank if others is None or others.everyone is None else others.everyone.rank
     tiers = partial(open_tiers, plan, device, number)
@@ -152,15 +155,25 @@ def from_pretrained(
 
 
 @contextmanager
-def init(plan: Plan | None = None) -> Iterator[None]:
+def init(plan: Plan | None = None, device: torch.device | str | None = None) -> Iterator[None]:
     """Modules built inside never exist whole: once the next parameters are built, only this rank's 1/N of a parameter is kept.
 
     Initialisation runs as it is, so the values are those of a plain build with the same seed. Follow with ``unwall.shard``.
+    ``device="cuda"``: it runs there, which takes seconds for billions of parameters instead of a minute; the values are those
+    of a plain build under ``torch.device("cuda")``. None: where the model's own code and ``torch.device`` contexts say.
     With several ranks all of them build the same model, after ``torch.distributed`` was initialised. With a plan that has a
     ``disk``, what exceeds half of the host's budget waits there. Inside another ``init`` it changes nothing: that one goes on.
     """
     plan = Plan() if plan is None else plan
     _check_plan(plan)
+    where = None if device is None else torch.device(device)
+    if where is not None and where.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"unwall.init(device={str(device)!r}): initialisation runs on 'cuda' or 'cpu'; for a model without values build it "
+            "under torch.device('meta'), without unwall.init"
+        )
+    if where == torch.device("cuda") and default_device().type == "cuda":
+        where = default_device()  # this rank's
     if building():
         yield
         return
@@ -169,7 +182,8 @@ def init(plan: Plan | None = None) -> Iterator[None]:
     if host_bytes is None:
         host_bytes = available_bytes() // local_ranks()
     with Pager(ranks, Shelf(plan.directories, host_bytes // 2, ranks.rank)).active():
-        yield
+        with nullcontext() if where is None else where:
+            yield
 
 
 def engine(model: nn.Module) -> Engine:

@@ -48,6 +48,9 @@ class Plan:
     partition_activations: bool = False
     """Over a mesh with a tensor-parallel dimension of T ranks: of the input of a recomputed block that is the same on all of
     them, each keeps 1/T, and they gather it before the block's backward."""
+    arenas: bool = False
+    """On an accelerator: what unwall holds for long (states, gathered groups, gradients, the inputs of recomputed blocks) lies
+    in memory pools of its own, so that it does not break up the memory that comes and goes. See docs/activations.md."""
     disk: str | Path | tuple[str | Path, ...] | None = None
     """One directory, or several (one per drive), for the disk tier: the engine stripes over them."""
     device_bytes: int | str | None = None
@@ -70,6 +73,13 @@ class Plan:
     gather_dtype: Literal["int8"] | None = None
     """``"int8"``: parameters that compute in 16 bits travel to the other ranks as small integers. All ranks compute with what
     arrives; shards, master and all that is saved stay as they are. See docs/compressed.md."""
+    replica: Literal["node"] | None = None
+    """``"node"``: the ranks of each node keep the parameters once more among them, so that after the first gather of a step
+    further ones (backward, recomputation, more passes) stay inside the node. That takes 1/R of the parameters on each of its R
+    ranks, on the device or, where that has no room, on the host. See docs/compressed.md."""
+    node_ranks: int | None = None
+    """How many ranks of a node share the model. None: as the mesh says that has a dimension ``node``, otherwise as torchrun
+    says it (``LOCAL_WORLD_SIZE``). Packed gradients are summed inside a node before they travel, where nodes are known."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What becomes of the ranks' gradients: their average, or their sum (for a loss that each rank divides by the whole
     batch)."""
@@ -119,10 +129,10 @@ class Plan:
                 f"states='lean' is for compute_dtype=torch.bfloat16, got {self.compute_dtype}: lean states are bf16 parameters "
                 "with one byte more. Write compute_dtype=torch.bfloat16 or states='exact'"
             )
-        if self.partition_activations and self.activations in ("keep", "auto"):
+        if self.partition_activations and self.activations == "keep":
             raise PlanError(
-                f"partition_activations=True with activations={self.activations!r}: parts are kept of the inputs of recomputed "
-                "blocks. Use activations='recompute' or 'host'"
+                "partition_activations=True with activations='keep': parts are kept of the inputs of recomputed blocks. Use "
+                "activations='auto', 'recompute', 'host' or 'disk'"
             )
         if self.compute_dtype not in _COMPUTE_DTYPES:
             raise PlanError(f"compute_dtype is torch.bfloat16, torch.float16 or torch.float32, got {self.compute_dtype!r}")
@@ -175,6 +185,12 @@ class Plan:
                 f"{packs[0]}={getattr(self, packs[0])!r} is for what computes in 16 bits, but compute_dtype is torch.float32: "
                 "use torch.bfloat16 or torch.float16, or leave it out"
             )
+        if self.replica not in (None, "node"):
+            raise PlanError(f"replica is 'node' or None, got {self.replica!r}")
+        if self.node_ranks is not None and not _is_count(self.node_ranks):
+            raise PlanError(f"node_ranks is a whole number, 1 or more, or None, got {self.node_ranks!r}")
+        if self.replica is not None and self.stage == 0:
+            raise PlanError("replica='node' is for parameters that are gathered, which stage 0 never does: leave it out")
         if self.gather_dtype is not None and self.stage == 0:
             raise PlanError("gather_dtype='int8' is for parameters that are gathered, which stage 0 never does: leave it out")
 

@@ -125,6 +125,35 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, gate):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
 
 
+def test_a_load_waits_for_the_save_before_and_takes_it(tmp_path, gate):
+    setup = Setup(blocks=2)
+    model, optimizer = begin(setup, TIERS["host"], tmp_path)
+    unwall.save(tmp_path / "saved", model, optimizer, extra="old", block=False)
+    gate.open.set()
+    step(model, optimizer, setup, 0)
+    expected = everything(model, optimizer)
+    unwall.save(tmp_path / "saved", model, optimizer, extra="new", block=False)
+    step(model, optimizer, setup, 1)
+    assert unwall.load(tmp_path / "saved", model, optimizer) == "new"
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def test_old_ones_stay_until_the_new_one_is_complete(tmp_path, gate):
+    def there():
+        return sorted(path.parent.name for path in tmp_path.glob("checkpoint-*/manifest.json"))
+
+    model, _ = begin(Setup(blocks=2), TIERS["host"], tmp_path)
+    gate.open.set()
+    for number in range(2):
+        unwall.save(tmp_path, model, extra=number)
+    gate.open.clear()
+    pending = unwall.save(tmp_path, model, extra=2, keep=1, block=False)
+    assert there() == ["checkpoint-000001", "checkpoint-000002"]
+    gate.open.set()
+    pending.wait()
+    assert there() == ["checkpoint-000003"]
+
+
 @pytest.mark.parametrize("then", ["wait", "save", "load"])
 def test_a_failure_is_raised_at_the_next_occasion(tmp_path, monkeypatch, then):
     setup = Setup(blocks=2)

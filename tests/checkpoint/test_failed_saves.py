@@ -53,6 +53,28 @@ def test_a_drive_that_fills_up_meanwhile(tmp_path, monkeypatch):
         assert list(folder.glob("checkpoint-*")) == []
 
 
+def save_on_a_small_drive(folder, path):
+    """On each rank: what it was told, and whether it could go on."""
+    model, optimizer = begin(SETUP, TIERS["host"], path)
+    step(model, optimizer, SETUP, 0)
+    with pytest.raises(OSError) as caught:
+        unwall.save(folder, model, optimizer)
+    step(model, optimizer, SETUP, 1)
+    return str(caught.value), everything(model, optimizer)
+
+
+def test_every_rank_is_told_of_a_full_drive(ranks, tmp_path):
+    with tmpfs(tmp_path / "small", 64 << 10) as folder:
+        results = ranks(2).run(save_on_a_small_drive, folder, tmp_path)
+        assert list(folder.glob("checkpoint-*")) == []
+    for told, _ in results:
+        assert "No space left on device" in told
+        assert "bytes) are missing" in told
+        assert f"{folder}/checkpoint-000001" in told
+    expected, _ = ranks(2).run(run, tmp_path, "host", 0, 2)[0]
+    assert differing(expected, results[0][1]) == []
+
+
 def saved_where_one_fails(path, how):
     """Rank 1 cannot write its second checkpoint. What each rank was told, and what there is after a further step."""
     rank, _ = rank_and_world()

@@ -1,10 +1,13 @@
 """Updates on the host: in the order they are asked for; one that failed holds up those of its own domain, and no other."""
 
+import errno
 import gc
+import threading
 
 import pytest
 
-from unwall.optim.updates import HostUpdate, drain, on_update_thread
+from unwall.native.ticket import Signal
+from unwall.optim.updates import HostUpdate, Rest, drain, on_update_thread
 from unwall.runtime.failures import FailureDomain
 
 
@@ -84,3 +87,58 @@ def test_drain_waits_for_what_was_asked_for_and_raises_nothing():
     assert failed.done()
     assert behind.done()
     assert done == []
+
+
+class Parts(Work):
+    """Is under way as a whole at once; its rest ends, or fails, when it is let go."""
+
+    def __init__(self, done, name, failures=0):
+        super().__init__(done, name, failures)
+        self.params, self.go_on = Signal(), threading.Event()
+
+    def __call__(self):
+        return Rest(self.finish, (self.params,))
+
+    def finish(self):
+        assert self.go_on.wait(10)
+        super().__call__()
+
+
+def test_the_next_update_begins_while_the_rest_of_one_is_under_way():
+    done, domain = [], FailureDomain()
+    parts = Parts(done, "parts")
+    first = HostUpdate(parts, domain)
+    HostUpdate(Work(done, "second"), domain).wait()
+    assert (done, first.done(), first.params_done()) == (["second"], False, False)
+    parts.params.set()
+    first.wait_for_params()
+    assert (first.done(), first.params_done()) == (False, True)
+    parts.go_on.set()
+    drain()
+    assert (done, first.done()) == (["second", "parts"], True)
+
+
+def test_rests_that_fail_are_tried_again_in_order():
+    done, domain = [], FailureDomain()
+    works = [Parts(done, name, failures=1) for name in ("first", "second")]
+    updates = [HostUpdate(work, domain, again=True) for work in works]
+    for work in works:
+        work.params.set()
+        work.go_on.set()
+    drain()
+    assert domain.failed is updates[0]
+    with pytest.raises(OSError, match="first failed"):
+        updates[1].wait()  # it is behind the other one
+    for update in reversed(updates):
+        update.wait()
+    assert (done, domain.failed) == (["first", "second"], None)
+
+
+def test_parameters_whose_update_failed_are_not_read():
+    done, domain = [], FailureDomain()
+    parts = Parts(done, "parts", failures=1)
+    update = HostUpdate(parts, domain, again=True)
+    parts.params.set(errno.EIO, "not written")
+    parts.go_on.set()
+    with pytest.raises(OSError, match="parts failed"):
+        update.wait_for_params()

@@ -1,5 +1,7 @@
 """Inputs of recomputed blocks in parts over the tensor ranks: the same bits as whole ones, in less memory."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from parallel_tools import WIDTH, batch, build, logits, loss_of, made, mesh_of, spread
@@ -7,6 +9,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import unwall
+from unwall.runtime import auto, saved_on_host
+from unwall.schedule.activations import NO_LINK
 
 
 def llama():
@@ -112,9 +116,8 @@ def test_random_numbers_odd_sizes_and_ranks_that_differ_later(ranks):
 
 
 def test_plans_that_cannot_be_carried_out():
-    for activations in ("keep", "auto"):
-        with pytest.raises(unwall.PlanError, match="recompute"):
-            unwall.Plan(partition_activations=True, activations=activations)
+    with pytest.raises(unwall.PlanError, match="recompute"):
+        unwall.Plan(partition_activations=True, activations="keep")
     with pytest.raises(unwall.PlanError, match="needs a tensor-parallel dimension"):
         unwall.shard(build(), unwall.Plan(partition_activations=True, activations="recompute"))
 
@@ -137,3 +140,45 @@ def test_tensor_ranks_decide_together(ranks):
     first, second = ranks(2).run(decided, ["4MiB", "1GiB"])
     assert first == second
     assert any(choice != "keep" for choice in first[-1])
+
+
+def large(folder, options):
+    """Parameters after some steps, where the input of a block is 1 MiB. And of the last pass: what left the device, and what
+    ``"auto"`` did."""
+    if options["activations"] == "disk":
+        options = {**options, "disk": folder}
+    mesh = mesh_of(dp=1, tp=2)
+    with patch.object(saved_on_host, "MIN_BYTES", 512 << 10), patch.object(auto, "link_of", lambda *_: NO_LINK):
+        model, optimizer = made(mesh, **options)  # half of an input moves; "auto" moves nothing, however fast the link is
+        tokens = torch.randint(64, (64, 128), generator=torch.Generator().manual_seed(1))
+        for _ in range(4):
+            unwall.stats(model).reset()
+            loss_of(model(tokens), tokens).backward()
+            optimizer.step()
+    links, found = unwall.stats(model).links, unwall.api.engine(model).activations
+    blocks = None if found is None else (list(found.used), [block.input_bytes for block in found.blocks])
+    return model.state_dict(), links["device>host"].moved_bytes if "device>host" in links else 0, blocks
+
+
+@pytest.mark.parametrize("activations", ["host", "disk"])
+def test_parts_of_large_inputs_leave_the_device(ranks, tmp_path, activations):
+    whole = ranks(2).run(large, tmp_path, {"activations": activations})
+    parts = ranks(2).run(large, tmp_path, {"activations": activations, "partition_activations": True})
+    for (values, before, _), (found, after, _) in zip(whole, parts, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        # Without parts: the inputs of two blocks (the first one's is a collective's, and stays) and the last norm's.
+        assert before == 3 << 20
+        assert after == (3 << 19) + (1 << 20)  # half of each block's input, and the last norm's
+
+
+def test_auto_keeps_parts_of_what_it_recomputes(ranks, tmp_path):
+    kept = ranks(2).run(large, tmp_path, {"activations": "keep"})[0][0]
+    small = {"activations": "auto", "device_bytes": "6MiB"}
+    whole = ranks(2).run(large, tmp_path, small)
+    parts = ranks(2).run(large, tmp_path, {**small, "partition_activations": True})
+    for found in (whole[0][0], parts[0][0]):
+        assert all(torch.equal(found[name], value) for name, value in kept.items())
+    assert parts[0][2] == parts[1][2]
+    (used, inputs), (_, before) = parts[0][2], whole[0][2]
+    assert "recompute" in used
+    assert [2 * nbytes for nbytes in inputs] == before

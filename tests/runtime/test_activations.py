@@ -1,5 +1,6 @@
 """``Plan(activations=...)``: kept, recomputed or moved to host or disk, the values are the same."""
 
+import sys
 import warnings
 
 import pytest
@@ -118,6 +119,49 @@ def test_what_left_comes_back_once():
     assert moved_bytes(model, "host>device") <= moved_bytes(model)
     left = [layer for layer in engine.forward.saved.layers if isinstance(layer, saved_on_host.SavedOnHost)]
     assert [len(layer._by_number) for layer in left] == [0]
+
+
+class Packed(nn.Module):
+    """Attention whose queries, keys and values are parts of one projection, and a conjugated product."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.project(x).chunk(3, dim=-1)
+        mixed = torch.softmax(q @ k.mT, dim=-1) @ v
+        turned = torch.view_as_complex(mixed.unflatten(-1, (-1, 2)).contiguous())
+        return (turned.conj() * turned.conj() * turned).abs()
+
+
+def test_parts_of_a_packed_projection_move_and_conjugates_are_right():
+    x, grads = torch.randn(2, 16, 8), {}
+    for activations in ("keep", "host"):
+        torch.manual_seed(0)
+        model = sharded(Packed(), activations)
+        unwall.stats(model).reset()
+        model(x.clone().requires_grad_() * 1).sum().backward()
+        grads[activations] = model.project.weight.grad.clone()
+    assert torch.equal(grads["host"], grads["keep"])
+    assert moved_bytes(model) == 2 * 16 * (8 + 24 + 16 + 24) * 4  # input, projection, softmax, three results of 8
+
+
+def test_what_does_not_fit_the_device_ahead_comes_when_it_is_needed(monkeypatch):
+    """The first copy ahead in each backward fails."""
+    plain, failures = saved_on_host.SavedOnHost._fetch, []
+
+    def fails(self, moved):
+        if sys._getframe(1).f_code.co_name == "_fetches" and len(failures) < 3:
+            failures.append(moved)
+            raise torch.OutOfMemoryError("injected")
+        plain(self, moved)
+
+    monkeypatch.setattr(saved_on_host.SavedOnHost, "_fetch", fails)
+    losses, _, _ = trained(decoder, "keep")
+    found, _, _ = trained(decoder, "host")
+    assert failures
+    assert found == losses
 
 
 def test_host_memory_is_used_again_and_given_back():

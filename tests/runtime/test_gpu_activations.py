@@ -5,10 +5,12 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import unwall
 from unwall.nn import linear_cross_entropy
 from unwall.runtime import saved_on_host
+from unwall.schedule.observed import Observed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
 WIDTH = 1024
@@ -164,8 +166,6 @@ def test_an_out_of_memory_in_a_block_is_survived(call):
 
 @pytest.mark.parametrize("choice", ["keep", "move", "recompute", "host"])
 def test_compiled_blocks_with_each_choice(choice, monkeypatch):
-    from unwall.schedule.observed import Observed
-
     monkeypatch.setattr(Observed, "best", lambda self, *_: (choice,) * len(self.blocks))
     losses, _, auto = small_model("1GiB", compiled=True)
     assert set(auto.used) == {choice}
@@ -200,3 +200,96 @@ def test_sequence_tiles_give_the_losses_with_less_memory():
     (plain, most), (tiled, least) = found
     assert tiled == pytest.approx(plain, rel=1e-2)
     assert least < most - (500 << 20)
+
+
+# -- whole blocks that move -------------------------------------------------------------------------------------------
+
+
+class Light(nn.Module):
+    """Little arithmetic for what it saves, so that a copy that nobody waits for shows; packed projections, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(256), nn.Linear(256, 768, bias=False)
+        self.out, self.drop = nn.Linear(256, 256), nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = self.project(self.norm(x)).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(SDPBackend.MATH):  # the same bits in each run
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out(y))
+        for _ in range(6):
+            x = torch.sin(x) * torch.sigmoid(x) + x
+        return x
+
+
+def grads_of(choose, in_flight, batches, monkeypatch, twice=False):
+    """The gradients of each batch, whose lengths differ, and what came back from the host. ``choose``: None for keep."""
+    monkeypatch.setattr(saved_on_host, "IN_FLIGHT_BYTES", in_flight)
+    monkeypatch.setattr(saved_on_host, "AHEAD_BYTES", in_flight)
+    if choose is not None:
+        monkeypatch.setattr(Observed, "best", lambda self, *_: tuple(choose(at) for at in range(len(self.blocks))))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Light() for _ in range(8)))
+    activations = "keep" if choose is None else "auto"
+    unwall.shard(model, unwall.Plan(params="device", optimizer="device", compute_dtype=torch.float32, activations=activations))
+    found = []
+    for number, (batch, length) in enumerate(batches):
+        torch.manual_seed(number)
+        x = torch.randn(batch, length, 256, device="cuda")
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=twice)
+        if twice:
+            loss.backward()
+        noise = torch.randn(64 << 20, device="cuda")  # takes whatever was freed too early
+        found.append([param.grad.clone() for param in model.parameters()])
+        model.zero_grad()
+        del noise, loss
+    back = unwall.stats(model).links.get("host>device")
+    return found, 0 if back is None else back.moved_bytes, unwall.api.engine(model).activations
+
+
+BATCHES = [(8, 1024)] * 3 + [(8, 1024), (4, 512), (8, 768), (16, 1024), (8, 1024), (2, 256), (8, 1024)]
+
+
+@pytest.mark.parametrize("in_flight", [1 << 20, 64 << 20, 1 << 30])
+@pytest.mark.parametrize("kind", ["all", "mixed"])
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+def test_whole_blocks_that_move_give_the_gradients_of_keep(in_flight, kind, twice, monkeypatch):
+    mixed = ("move", "keep", "host", "move", "recompute", "move", "move", "keep")
+    expected, _, _ = grads_of(None, in_flight, BATCHES, monkeypatch, twice)
+    again, _, _ = grads_of(None, in_flight, BATCHES, monkeypatch, twice)
+    choose = (lambda _: "move") if kind == "all" else (lambda at: mixed[at])
+    found, back, auto = grads_of(choose, in_flight, BATCHES, monkeypatch, twice)
+    assert "move" in auto.used
+    if in_flight < 1 << 30:
+        assert back > 100 << 20
+    for at, (ours, theirs, same) in enumerate(zip(found, expected, again, strict=True)):
+        for one, other, repeat in zip(ours, theirs, same, strict=True):
+            assert torch.isfinite(one).all()
+            if torch.equal(other, repeat):  # keep gives the same bits twice
+                assert torch.equal(one, other), f"batch {at}: {(one - other).abs().max().item()}"
+            else:
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_whole_blocks_of_a_graph_that_is_dropped(monkeypatch):
+    """Its copies may be under way when its memory is given to others."""
+    monkeypatch.setattr(Observed, "best", lambda self, *_: ("move",) * len(self.blocks))
+    monkeypatch.setattr(saved_on_host, "IN_FLIGHT_BYTES", 8 << 20)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Light() for _ in range(8))).eval()
+    unwall.shard(model, unwall.Plan(params="device", optimizer="device", compute_dtype=torch.float32))
+    x = torch.randn(8, 1024, 256, device="cuda")
+    grads = []
+    for number in range(12):
+        loss = model(x).square().mean()
+        if number % 3 == 1:
+            del loss  # no backward
+            continue
+        loss.backward()
+        grads.append([param.grad.clone() for param in model.parameters()])
+        model.zero_grad()
+    for later in grads[1:]:
+        for one, other in zip(later, grads[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)

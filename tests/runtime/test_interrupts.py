@@ -119,3 +119,25 @@ def test_a_gradient_that_backward_left_behind_is_forgotten(who, tmp_path):
         param.grad = torch.ones(param.shape)
     {"model": model, "optimizer": optimizer}[who].zero_grad()
     assert [iterate(model, optimizer, seed) for seed in range(3)] == expected
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_a_backward_after_one_that_failed(place, tmp_path):
+    """Both graphs were there before. What the second one brings is shown, and may be clipped."""
+
+    def fail(_):
+        raise ArithmeticError("told to")
+
+    def run(model):
+        torch.manual_seed(1)
+        first, second = model(torch.randn(4, WIDTH)), model(torch.randn(4, WIDTH))
+        first.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            first.sum().backward()
+        second.square().mean().backward()
+        return [float(param.grad.norm()) for param in model.parameters()]
+
+    model, _ = start(place, tmp_path)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Nervous(), nn.Tanh()), nn.Linear(WIDTH, WIDTH))
+    assert run(model) == pytest.approx(run(plain))

@@ -26,9 +26,9 @@ LOOSER = {
     "all on host, slow link and update": 1.25,
     "all on host, slow link back and update": 1.2,
 }
-"""Where 1.15 is not reached, or barely; the sum would be 2. Measured 1.22, 1.22, 1.19 and 1.13. Disk: a group's update ends
-before the next one's begins, and its parameters are fetched only when all of its states are written. Host: the last gradients
-land when backward has ended, and forward begins with their groups."""
+"""Where 1.15 is not reached, or barely; the sum would be 2. Measured 1.22, 1.22, 1.19 and 1.13, the first two before a group's
+update began beside the last writes of the one before it. Host: the last gradients land when backward has ended, and forward
+begins with their groups."""
 LAYERS, WIDTH = 24, 192
 """Each layer is a group without padding."""
 STEPS, WARM_UP = 2, 10

@@ -7,6 +7,8 @@ from torch import nn
 
 import unwall
 from unwall.runtime.sequence_tiles import candidates, is_token_wise
+from unwall.schedule.activations import everywhere
+from unwall.schedule.observed import Observed
 
 
 class Mlp(nn.Module):
@@ -99,3 +101,34 @@ def test_a_count_that_is_none_is_refused():
     for tiles in (0, -1, True, 1.5):
         with pytest.raises(unwall.PlanError, match="sequence_tiles is a whole number"):
             unwall.Plan(sequence_tiles=tiles)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+
+    def forward(self, x):
+        return x + self.mlp(x * 2)
+
+
+@pytest.mark.parametrize("choice", ["keep", "recompute"])
+def test_what_tiles_drop_does_not_count_as_held(choice, monkeypatch):
+    """In passes that are measured, whatever was chosen for the block meanwhile."""
+    monkeypatch.setattr(Observed, "best", lambda self, *_: everywhere(choice, self.blocks))
+    found = {}
+    for tiles in (None, 4):
+        model = nn.ModuleDict({"blocks": nn.Sequential(Residual(), Residual())})
+        model.forward = model.blocks.forward
+        plan = unwall.Plan(
+            compute_dtype=torch.float32, params="device", optimizer="device", device_bytes="1GiB", sequence_tiles=tiles
+        )
+        unwall.shard(model, plan)
+        for _ in range(3):
+            model(torch.randn(2, 12, 8, requires_grad=True)).sum().backward()
+        decides = unwall.api.engine(model).activations
+        assert set(decides.used) == {choice}
+        found[tiles] = [block.kept_bytes for block in decides.blocks]
+    given = 2 * 12 * 8 * 4
+    assert found[4] == [given] * 2  # the MLP's input, of which the tiles are parts
+    assert min(found[None]) >= given + 2 * 12 * 16 * 4  # and what is inside

@@ -1,5 +1,7 @@
 """Several threads on one sharded model: each gets what it would have got alone, or is told."""
 
+import contextvars
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -147,6 +149,100 @@ def test_a_thread_that_ended_in_the_middle_holds_nobody_up():
     thread.join()
     handle.remove()
     assert torch.equal(outputs(model, [1])[0], outputs(build(), [1])[0])
+
+
+class Stopping:
+    """Ends a pass of the thread that asked for it with an interrupt, in its forward or its backward."""
+
+    def __init__(self, model):
+        self.model, self.thread = model, 0
+        model[5].register_forward_hook(self)
+
+    def __call__(self, module, args, output):
+        if self.thread == threading.get_ident():
+            self.thread = 0
+            if not self.in_backward:
+                raise KeyboardInterrupt
+            output.register_hook(self.stop)
+
+    def stop(self, _):
+        raise KeyboardInterrupt
+
+    def interrupt(self, in_backward):
+        """The interrupt that has ended a pass, with its traceback."""
+        self.in_backward, self.thread = in_backward, threading.get_ident()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self.model(inputs(0)).sum().backward()
+        return caught
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_interrupted_pass_is_found_over_without_following_another_threads_frames(in_backward, monkeypatch):
+    """That thread runs on meanwhile, and the interpreter may hand out a frame that is gone."""
+
+    def refused():
+        raise AssertionError("frames of other threads")
+
+    model, optimizer = start("host")
+    kept = Stopping(model).interrupt(in_backward)  # as a notebook keeps it
+    monkeypatch.setattr(sys, "_current_frames", refused)
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 5)
+    (got,) = together(lambda: outputs(model, [1])[0])
+    assert torch.equal(got, outputs(build(), [1])[0])
+    together(lambda: train(model, optimizer, range(2)), lambda: outputs(model, range(8)))
+    assert kept.type is KeyboardInterrupt
+
+
+def test_a_thread_that_works_for_the_one_whose_turn_it_is():
+    """As autograd's threads do for whoever calls backward inside a forward: torch hands them the caller's context."""
+    turn = turns.Turn(2, lambda: 0)
+    turn.begin("a forward", sys._getframe())
+    context = contextvars.copy_context()
+
+    def work():
+        torch._C._stash_obj_in_tls("context", context)
+        turn.begin("backward", lambda: True, backward=True)
+        turn.end()
+
+    def refuse():
+        with pytest.raises(RuntimeError, match="one thread uses a model"):
+            turn.begin("backward", lambda: True, backward=True)
+
+    together(work)
+    together(refuse)
+    assert turn.is_mine()
+    turn.end()
+    together(lambda: turn.begin("a forward", sys._getframe()))  # it is over
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("place", PLACES)
+def test_many_threads_and_interrupts(place):
+    """One thread trains, is interrupted in every other step and tries again; five others evaluate."""
+    calm, calm_optimizer = start(place)
+    states = [calm.state_dict()]
+    for seed in range(ROUNDS):
+        train(calm, calm_optimizer, [seed])
+        states.append(calm.state_dict())
+    plain, possible = build(), []
+    for state in states:
+        plain.load_state_dict(state)
+        possible += outputs(plain, [7])
+    for _ in range(20):
+        model, optimizer = start(place)
+
+        def train_nervously(model=model, optimizer=optimizer):
+            stopping = Stopping(model)
+            for seed in range(ROUNDS):
+                if seed % 2:
+                    stopping.interrupt(in_backward=seed % 4 == 1)
+                    optimizer.zero_grad()
+                train(model, optimizer, [seed])
+
+        evaluate = [lambda model=model: [outputs(model, [7])[0] for _ in range(2 * ROUNDS)]] * 5
+        _, *evaluated = together(train_nervously, *evaluate)
+        assert all(any(torch.equal(one, other) for other in possible) for these in evaluated for one in these)
+        assert all(torch.equal(value, states[-1][name]) for name, value in model.state_dict().items())
 
 
 def run_over_ranks():

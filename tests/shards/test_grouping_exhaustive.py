@@ -14,6 +14,7 @@ from unwall.shards.grouping import (
     GROUP_BYTES_MIN,
     GROUPS_WANTED,
     Entry,
+    Limit,
     Unit,
     build_groups,
     entries_of,
@@ -145,6 +146,21 @@ def test_a_model_that_fits_is_one_group_for_each_kind():
         groups = build_groups(module, entries, sum(entry.nbytes for entry in entries))
         kinds = list(dict.fromkeys(entry.kind for entry in entries))
         assert [group.entries for group in groups] == [[e for e in entries if e.kind == kind] for kind in kinds]
+
+
+def test_groups_are_the_same_down_to_the_largest_sum_that_passed():
+    """By that a search for a plan knows which limits it need not look at."""
+    for tree in itertools.islice(trees(), 0, None, 7):
+        module = build(tree)
+        entries = described(module)
+        named = {
+            limit: [[entry.name for entry in group.entries] for group in build_groups(module, entries, limit)]
+            for limit in range(sum(entry.nbytes for entry in entries) + 2)
+        }
+        for most in named:
+            limit = Limit(most)
+            build_groups(module, entries, limit)
+            assert all(named[low] == named[most] for low in range(limit.passed_bytes, most + 1))
 
 
 def test_every_rank_gets_the_same_groups_and_none_is_named_twice():

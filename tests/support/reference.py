@@ -182,7 +182,7 @@ def shard_tight(model: nn.Module, plan: Plan = FP32) -> int:
     A refused plan leaves the model as it was, so the same model is tried again.
     """
     _, world = rank_and_world()
-    fields = {name: getattr(plan, name) for name in ("stage", "compute_dtype", "reduce_dtype", "keep_fp32")}
+    fields = {name: getattr(plan, name) for name in ("stage", "compute_dtype", "reduce_dtype", "keep_fp32", "tiles")}
     whole_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     budget, limit = whole_bytes // world + 1, 1000 * whole_bytes + (64 << 20)
     while budget < limit:

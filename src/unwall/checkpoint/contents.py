@@ -20,6 +20,7 @@ from unwall.checkpoint.manifest import FileEntry, Kind, Manifest, OptimizerEntry
 from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import entry_of, stored_states
 from unwall.checkpoint.spread import parts_of, writes
+from unwall.checkpoint.trained import Trained
 from unwall.checkpoint.tree import encode
 from unwall.optim.seen_states import seen_states
 from unwall.optim.sharded import ShardedOptimizer
@@ -64,17 +65,20 @@ class Small:
 
     tensors: list[tuple[Kind, str, torch.Tensor]] = field(default_factory=list)
     trees: dict[str, Any] = field(default_factory=dict)
-    optimizer: OptimizerEntry | None = None
+    optimizers: dict[str, OptimizerEntry] = field(default_factory=dict)
 
     def digests(self) -> dict[str, Any]:
         """What tells whether another rank has the same."""
         found: dict[str, Any] = {f"{kind}/{name}": _digest(value) for kind, name, value in self.tensors}
-        entry = self.optimizer
-        found["optimizer"] = "none" if entry is None else f"{entry.kind} with {[options for _, options in entry.groups]}"
+        entries = [
+            f"{name} {entry.kind} with {[options for _, options in entry.groups]}".strip()
+            for name, entry in self.optimizers.items()
+        ]
+        found["optimizer"] = ", ".join(entries) or "none"
         return {**found, **{f"tree/{name}": repr(tree) for name, tree in self.trees.items()}}
 
 
-def take_small(engine: Engine, names: Names, optimizer: ShardedOptimizer | None, extra: Any) -> Small:
+def take_small(engine: Engine, names: Names, optimizers: Trained, extra: Any) -> Small:
     """Copies everything that is not a state of a group."""
     small = Small()
 
@@ -92,15 +96,15 @@ def take_small(engine: Engine, names: Names, optimizer: ShardedOptimizer | None,
         "extra": encode(extra, "extra", keep),
         "modules": encode(modules, "modules", keep),
     }
-    if optimizer is not None:
-        small.optimizer = entry_of(optimizer, names.of, keep)
+    for name, optimizer in optimizers.items():
+        small.optimizers[name] = entry_of(optimizer, names.of, keep, f"optimizers[{name}]" if name else "optimizer")
     return small
 
 
 def make_contents(
     engine: Engine,
     names: Names,
-    optimizer: ShardedOptimizer | None,
+    optimizers: Trained,
     small: Small,
     digests: list[dict[str, Any]],
     notes: dict[str, Any],
@@ -109,21 +113,26 @@ def make_contents(
     builder = _Builder(engine, names)
     builder.add_small(small, digests)
     for group in sorted(engine.groups, key=lambda group: group.home.tier != "device"):
-        builder.add_group(group, optimizer)
+        builder.add_group(group, optimizers)
     same = [name for name in ("extra", "modules") if builder.rank and digests[0][f"tree/{name}"] == repr(small.trees[name])]
     trees = {name: tree for name, tree in small.trees.items() if name not in same}
-    steps = [entry["step"] for entry in (small.optimizer.params.values() if small.optimizer is not None else ())]
+    steps = [param["step"] for entry in small.optimizers.values() for param in entry.params.values()]
     manifest = Manifest(
         world_size=engine.everyone.size,
         step=max(steps, default=0),
         files={},
         tensors=(),
-        optimizer=small.optimizer,
+        optimizer=small.optimizers.get(""),
+        named={name: entry for name, entry in small.optimizers.items() if name},
         ranks=(trees,),
         plan=str(engine.plan),
         **notes,
     )
     return builder.finish(manifest)
+
+
+_State = tuple[str, str | None]
+"""An optimizer's name and a state of it; of the master itself there is neither."""
 
 
 class _Builder:
@@ -134,7 +143,7 @@ class _Builder:
         self._engine = engine
         self._names = names
         self._of = names.of
-        self._tensors: dict[tuple[str, str, str | None], Tensor] = {}
+        self._tensors: dict[tuple[str, str, str, str | None], Tensor] = {}
         self._parts: list[tuple[Tensor, Part]] = []
         self._small: list[torch.Tensor] = []
         self._lots: list[Lot] = []
@@ -149,18 +158,20 @@ class _Builder:
                 continue
             whose = self.rank if self.rank != first or own else None
             tensor = Tensor(kind, name, value.dtype, tuple(value.shape), (), rank=whose)
-            self._tensors[kind, name, None] = tensor
+            self._tensors[kind, name, "", None] = tensor
             if value.numel():
                 self._parts.append((tensor, Part.whole(tensor.shape)))
                 self._small.append(value)
 
-    def add_group(self, group: Group, optimizer: ShardedOptimizer | None) -> None:
-        """The master of a group, and an optimizer's states of it."""
+    def add_group(self, group: Group, optimizers: Trained) -> None:
+        """The master of a group, and the optimizers' states of it."""
         lot = master_lot(group)
         frozen = {slot for slot, param in enumerate(group.params) if not param.requires_grad}
-        self._add_lot(group, lot, None, dict.fromkeys(range(len(group.params)), True), frozen)
-        if optimizer is None:
-            return
+        self._add_lot(group, lot, ("", None), dict.fromkeys(range(len(group.params)), True), frozen)
+        for name, optimizer in optimizers.items():
+            self._add_states(group, name, optimizer)
+
+    def _add_states(self, group: Group, name: str, optimizer: ShardedOptimizer) -> None:
         mine = {id(param) for param in optimizer._params()}
         stored = {slot: stored_states(optimizer, param) for slot, param in enumerate(group.params) if id(param) in mine}
         if all(names is not None and not names for names in stored.values()):
@@ -169,9 +180,9 @@ class _Builder:
             wanted = {slot: names is None or state.spec.name in names for slot, names in stored.items()}
             if any(wanted.values()):
                 lot = Lot(state.store.label, (Held.of(state.store),), coded=state if state.coded else None)
-                self._add_lot(group, lot, state.spec.name, wanted, set())
+                self._add_lot(group, lot, (name, state.spec.name), wanted, set())
 
-    def _add_lot(self, group: Group, lot: Lot, state: str | None, wanted: dict[int, bool], frozen: set[int]) -> None:
+    def _add_lot(self, group: Group, lot: Lot, state: _State, wanted: dict[int, bool], frozen: set[int]) -> None:
         for slot, param in enumerate(group.params):
             if wanted.get(slot):
                 self._tensor(group, slot, param, lot.dtype, state, slot in frozen)
@@ -186,16 +197,19 @@ class _Builder:
         if lot.spans:
             self._lots.append(lot)
 
-    def _tensor(
-        self, group: Group, slot: int, param: nn.Parameter, dtype: torch.dtype, state: str | None, frozen: bool
-    ) -> Tensor:
+    def _tensor(self, group: Group, slot: int, param: nn.Parameter, dtype: torch.dtype, whose: _State, frozen: bool) -> Tensor:
         name = self._of[id(param)]
+        optimizer, state = whose
         kind: Kind = "param" if state is None else "state"
-        key = (kind, name, state)
+        key = (kind, name, optimizer, state)
         if key not in self._tensors:
             shape = tuple(param.shape)
-            more = {} if state else {"given": group.dtypes[slot], "aliases": self._names.aliases.get(name, ())}
-            self._tensors[key] = Tensor(kind, name, dtype, shape, (), state=state, frozen=frozen, **more)  # type: ignore[arg-type]
+            more = (
+                {"optimizer": optimizer}
+                if state
+                else {"given": group.dtypes[slot], "aliases": self._names.aliases.get(name, ())}
+            )
+            self._tensors[key] = Tensor(kind, name, dtype, shape, (), state=state, frozen=frozen, **more)
         return self._tensors[key]
 
     def finish(self, manifest: Manifest) -> Contents:

@@ -36,7 +36,7 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        manifest = self.manifest
+        manifest, optimizers = self.manifest, self.manifest.optimizers
         return {
             "path": str(self.path),
             "step": manifest.step,
@@ -45,7 +45,8 @@ class Found:
             "ranks": manifest.world_size,
             "plan": manifest.plan,
             "model": manifest.model.get("class"),
-            "optimizer": None if manifest.optimizer is None else manifest.optimizer.kind,
+            "optimizer": ", ".join(f"{name}: {entry.kind}" if name else entry.kind for name, entry in optimizers.items())
+            or None,
             "tensors": {name: {"count": count, "bytes": nbytes} for name, count, nbytes in self.rows()},
             "files": {name: entry.nbytes for name, entry in manifest.files.items()},
             "bytes": manifest.nbytes,

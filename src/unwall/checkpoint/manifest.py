@@ -24,7 +24,8 @@ from unwall.checkpoint.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "unwall checkpoint"
-VERSION = 1
+VERSION = 2
+"""Of what is read. What an older unwall could read is written as version 1."""
 
 Kind = Literal["param", "state", "buffer", "value"]
 KINDS = ("param", "state", "buffer", "value")
@@ -60,6 +61,8 @@ class Tensor:
     pieces: tuple[Piece, ...]
     state: str | None = None
     """Which state of the parameter."""
+    optimizer: str = ""
+    """Whose state, where there are several optimizers."""
     rank: int | None = None
     """Of whom it is, where ranks have different ones."""
     given: torch.dtype | None = None
@@ -73,6 +76,7 @@ class Tensor:
     def label(self) -> str:
         """For messages."""
         whose = "" if self.rank is None else f" of rank {self.rank}"
+        whose = f"{whose} of optimizer {self.optimizer!r}" if self.optimizer else whose
         return f"{self.state} of {self.name}{whose}" if self.state else f"{self.kind} {self.name}{whose}"
 
     def nbytes(self, piece: Piece) -> int:
@@ -80,7 +84,7 @@ class Tensor:
 
     def key(self, piece: Piece) -> str:
         """What the piece is called inside its file."""
-        name = "/".join(part for part in (self.kind, self.name, self.state) if part is not None)
+        name = "/".join(part for part in (self.kind, self.name, self.optimizer or None, self.state) if part is not None)
         whole = piece.part == Part.whole(self.shape)
         box = "" if piece.part.box == Box.whole(self.shape) else f"@{','.join(map(str, piece.part.box.offsets))}"
         return name if whole else f"{name}{box}[{piece.part.start}:{piece.part.end}]"
@@ -124,6 +128,9 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tensors: tuple[Tensor, ...]
     optimizer: OptimizerEntry | None = None
+    """The only one."""
+    named: Mapping[str, OptimizerEntry] = field(default_factory=dict)
+    """Several, by name."""
     ranks: tuple[Any, ...] = ()
     """Of each rank, as trees: ``rng``; ``extra`` and ``modules`` where they are not those of rank 0."""
     plan: str = ""
@@ -135,6 +142,11 @@ class Manifest:
 
     def of_kind(self, kind: Kind) -> Iterator[Tensor]:
         return (tensor for tensor in self.tensors if tensor.kind == kind)
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerEntry]:
+        """All of them. One alone has no name."""
+        return dict(self.named) if self.optimizer is None else {"": self.optimizer}
 
     @property
     def nbytes(self) -> int:
@@ -175,13 +187,22 @@ def merged(parts: list[Manifest]) -> Manifest:
     found: dict[tuple[Any, ...], Tensor] = {}
     for part in parts:
         for tensor in part.tensors:
-            key = (tensor.kind, tensor.name, tensor.state, tensor.rank)
+            key = (tensor.kind, tensor.name, tensor.optimizer, tensor.state, tensor.rank)
             known = found.get(key)
             found[key] = tensor if known is None else replace(known, pieces=known.pieces + tensor.pieces)
     files = {name: entry for part in parts for name, entry in part.files.items()}
     ranks = tuple(entry for part in parts for entry in part.ranks)
-    step, optimizer = max(part.step for part in parts), _merged_optimizer([part.optimizer for part in parts])
-    return replace(parts[0], step=step, tensors=tuple(found.values()), files=files, optimizer=optimizer, ranks=ranks)
+    optimizer = _merged_optimizer([part.optimizer for part in parts])
+    named = {name: _merged_optimizer([part.named.get(name) for part in parts]) for name in parts[0].named}
+    return replace(
+        parts[0],
+        step=max(part.step for part in parts),
+        tensors=tuple(found.values()),
+        files=files,
+        optimizer=optimizer,
+        named={name: entry for name, entry in named.items() if entry is not None},
+        ranks=ranks,
+    )
 
 
 def _merged_optimizer(entries: list[OptimizerEntry | None]) -> OptimizerEntry | None:
@@ -199,10 +220,10 @@ def _merged_optimizer(entries: list[OptimizerEntry | None]) -> OptimizerEntry | 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     names = list(manifest.files)
-    optimizer = manifest.optimizer
+    several = {name: _optimizer_to_json(entry) for name, entry in manifest.named.items()}
     return {
         "format": FORMAT,
-        "version": VERSION,
+        "version": 2 if several else 1,
         "saved_at": manifest.saved_at,
         "versions": dict(manifest.versions),
         "step": manifest.step,
@@ -213,17 +234,25 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
             {"name": name, "nbytes": entry.nbytes, "header_bytes": entry.header_bytes, "header_crc": entry.header_crc}
             for name, entry in manifest.files.items()
         ],
-        "optimizer": None
-        if optimizer is None
-        else {
-            "kind": optimizer.kind,
-            "groups": [{"params": list(params), "options": options} for params, options in optimizer.groups],
-            "params": dict(optimizer.params),
-            "scaler": dict(optimizer.scaler),
-        },
+        "optimizer": None if manifest.optimizer is None else _optimizer_to_json(manifest.optimizer),
+        **({"optimizers": several} if several else {}),
         "ranks": list(manifest.ranks),
         "tensors": [_tensor_to_json(tensor, names) for tensor in manifest.tensors],
     }
+
+
+def _optimizer_to_json(entry: OptimizerEntry) -> dict[str, Any]:
+    return {
+        "kind": entry.kind,
+        "groups": [{"params": list(params), "options": options} for params, options in entry.groups],
+        "params": dict(entry.params),
+        "scaler": dict(entry.scaler),
+    }
+
+
+def _optimizer_from_json(entry: Any) -> OptimizerEntry:
+    groups = tuple((tuple(group["params"]), group["options"]) for group in entry["groups"])
+    return OptimizerEntry(entry["kind"], groups, entry["params"], entry["scaler"])
 
 
 def _tensor_to_json(tensor: Tensor, files: list[str]) -> dict[str, Any]:
@@ -232,6 +261,7 @@ def _tensor_to_json(tensor: Tensor, files: list[str]) -> dict[str, Any]:
         "kind": tensor.kind,
         "name": tensor.name,
         "state": tensor.state,
+        "optimizer": tensor.optimizer or None,
         "rank": tensor.rank,
         "dtype": name_of(tensor.dtype, tensor.label),
         "given": None if tensor.given is None else name_of(tensor.given, tensor.label),
@@ -261,14 +291,8 @@ def _from_json(content: Any) -> Manifest:
         step=content["step"],
         files=files,
         tensors=tuple(_tensor_from_json(entry, list(files)) for entry in content["tensors"]),
-        optimizer=None
-        if optimizer is None
-        else OptimizerEntry(
-            optimizer["kind"],
-            tuple((tuple(group["params"]), group["options"]) for group in optimizer["groups"]),
-            optimizer["params"],
-            optimizer["scaler"],
-        ),
+        optimizer=None if optimizer is None else _optimizer_from_json(optimizer),
+        named={name: _optimizer_from_json(entry) for name, entry in content.get("optimizers", {}).items()},
         ranks=tuple(content["ranks"]),
         plan=content["plan"],
         model=content.get("model", {}),
@@ -295,6 +319,7 @@ def _tensor_from_json(entry: Any, files: list[str]) -> Tensor:
         shape=shape,
         pieces=tuple(pieces),
         state=entry.get("state"),
+        optimizer=entry.get("optimizer", ""),
         rank=entry.get("rank"),
         given=None if given is None else DTYPES[given],
         aliases=tuple(entry.get("aliases", ())),

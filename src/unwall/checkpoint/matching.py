@@ -1,15 +1,17 @@
 """Which tensor of a checkpoint belongs to which parameter, state and buffer of a model. Changes nothing."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from unwall.checkpoint.errors import CheckpointError
-from unwall.checkpoint.manifest import Manifest, Tensor
+from unwall.checkpoint.manifest import Manifest, OptimizerEntry, Tensor
 from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import check_entry
 from unwall.checkpoint.stages import Stages
+from unwall.checkpoint.trained import Trained, of_optimizer
 from unwall.optim.seen_states import seen_specs
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
@@ -21,8 +23,8 @@ class Matched:
 
     params: dict[int, Tensor] = field(default_factory=dict)
     """By the parameter's id."""
-    states: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    """By the parameter's id and the state's name."""
+    states: dict[tuple[int, str, str], Tensor] = field(default_factory=dict)
+    """By the parameter's id, the optimizer's name and the state's."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
 
@@ -31,10 +33,8 @@ class Matched:
         return [*self.params.values(), *self.states.values(), *self.buffers.values(), *self.values.values()]
 
 
-def match(
-    manifest: Manifest, engine: Engine, names: Names, optimizer: ShardedOptimizer | None, stages: Stages, where: str
-) -> Matched:
-    """CheckpointError, naming the tensor, where the checkpoint is not of this model and this optimizer."""
+def match(manifest: Manifest, engine: Engine, names: Names, optimizers: Trained, stages: Stages, where: str) -> Matched:
+    """CheckpointError, naming the tensor, where the checkpoint is not of this model and these optimizers."""
     found = Matched()
     own = _own(manifest, engine.everyone.rank, engine.everyone.size)
     known = {name: tensor for tensor in manifest.of_kind("param") for name in (tensor.name, *tensor.aliases)}
@@ -54,18 +54,43 @@ def match(
         _check(buffers[name], name, tuple(buffer.shape), buffer.dtype, where)
     found.buffers = {name: buffers[name] for name in names.buffers}
     found.values = {tensor.name: tensor for tensor in own if tensor.kind == "value"}
-    if optimizer is not None:
-        check_entry(manifest.optimizer, optimizer, names.of, where, stages.group)
-        _match_states(manifest, optimizer, names, found, where)
+    saved = manifest.optimizers
+    if optimizers and saved.keys() != optimizers.keys():
+        raise CheckpointError(_other_optimizers(saved, optimizers, where))
+    for called, optimizer in optimizers.items():
+        whose = f"{where}{of_optimizer(called)}"
+        check_entry(saved[called], optimizer, names.of, whose, partial(_group, stages, called))
+        states = {(tensor.name, tensor.state): tensor for tensor in manifest.of_kind("state") if tensor.optimizer == called}
+        for (param_id, state), tensor in _match_states(saved[called], states, optimizer, names, whose):
+            found.states[param_id, called, state] = tensor
     return found
 
 
-def _match_states(manifest: Manifest, optimizer: ShardedOptimizer, names: Names, found: Matched, where: str) -> None:
-    assert manifest.optimizer is not None
-    states = {(tensor.name, tensor.state): tensor for tensor in manifest.of_kind("state")}
+def _group(stages: Stages, called: str, number: int) -> Collection[str]:
+    return stages.groups.get((called, number), ())
+
+
+def _other_optimizers(saved: Collection[str], given: Collection[str], where: str) -> str:
+    """What is said where a checkpoint has others than were given."""
+    if not saved:
+        return f"{where} has no optimizer in it: it was saved without one; load it without, too"
+    there, here = (" and ".join(map(repr, names)) if "" not in names else "one, without a name" for names in (saved, given))
+    return (
+        f"{where} has these optimizers in it: {there}; given: {here}. Give as many as were saved, a list in the same order or "
+        "a dict with the same names, or none to load the weights alone"
+    )
+
+
+def _match_states(
+    entry: OptimizerEntry,
+    states: Mapping[tuple[str, str | None], Tensor],
+    optimizer: ShardedOptimizer,
+    names: Names,
+    where: str,
+) -> Iterator[tuple[tuple[int, str], Tensor]]:
     for param in optimizer._params():
         name = names.of[id(param)]
-        saved = manifest.optimizer.params.get(name)
+        saved = entry.params.get(name)
         if saved is None:
             continue
         group = optimizer.places(param)[0][1]
@@ -73,9 +98,9 @@ def _match_states(manifest: Manifest, optimizer: ShardedOptimizer, names: Names,
         for state in saved.get("stored", list(dtypes)):
             tensor = states.get((name, state))
             if tensor is None:
-                raise CheckpointError(f"{where} has no {state} of {name}, which {manifest.optimizer.kind} keeps")
+                raise CheckpointError(f"{where} has no {state} of {name}, which {entry.kind} keeps")
             _check(tensor, f"{state} of {name}", tuple(param.shape), dtypes.get(state, tensor.dtype), where)
-            found.states[id(param), state] = tensor
+            yield (id(param), state), tensor
 
 
 def _own(manifest: Manifest, rank: int, size: int) -> list[Tensor]:

@@ -41,13 +41,13 @@ def check_optimizer(optimizer: object, engine: Engine) -> ShardedOptimizer | Non
     return optimizer
 
 
-def entry_of(optimizer: ShardedOptimizer, names: Mapping[int, str], keep: Keep) -> OptimizerEntry:
+def entry_of(optimizer: ShardedOptimizer, names: Mapping[int, str], keep: Keep, called: str = "optimizer") -> OptimizerEntry:
     """``names``: of the model's parameters, by their ids. ``keep`` takes tensors among the options."""
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         known = tuple(names[id(param)] for param in group["params"])
-        groups.append((known, encode(options, f"optimizer.param_groups[{number}]", keep)))
+        groups.append((known, encode(options, f"{called}.param_groups[{number}]", keep)))
     params: dict[str, Any] = {}
     for param in optimizer._params():
         name = names[id(param)]
@@ -56,7 +56,7 @@ def entry_of(optimizer: ShardedOptimizer, names: Mapping[int, str], keep: Keep) 
         params[name] = {"step": int(optimizer.state[param]["step"])}
         if isinstance(optimizer, Wrapped):
             past = optimizer._past[param]
-            params[name]["inner"] = encode(dict(past.scalars), f"optimizer.state[{name}]", keep)
+            params[name]["inner"] = encode(dict(past.scalars), f"{called}.state[{name}]", keep)
             params[name]["stored"] = sorted(past.stored)
     return OptimizerEntry(kind_of(optimizer), tuple(groups), params, optimizer.scaler.state_dict())
 
@@ -69,7 +69,7 @@ def stored_states(optimizer: ShardedOptimizer, param: nn.Parameter) -> set[str] 
 
 
 def check_entry(
-    entry: OptimizerEntry | None,
+    entry: OptimizerEntry,
     optimizer: ShardedOptimizer,
     names: Mapping[int, str],
     where: str,
@@ -77,8 +77,6 @@ def check_entry(
 ) -> None:
     """CheckpointError where what was saved is not of this optimizer. ``everywhere``: what any pipeline stage has in a param
     group."""
-    if entry is None:
-        raise CheckpointError(f"{where} has no optimizer in it: it was saved without one; load it without, too")
     if entry.kind != kind_of(optimizer):
         raise CheckpointError(f"{where} has the states of {entry.kind}, the optimizer here is {kind_of(optimizer)}")
     if len(entry.groups) != len(optimizer.param_groups):

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import torch
 from torch import nn
 
 from unwall.checkpoint.load import load_engine
 from unwall.checkpoint.save import PendingSave, save_engine
+from unwall.checkpoint.trained import Optimizers
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 
@@ -19,7 +19,7 @@ StrPath = str | os.PathLike[str]
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     extra: Any = None,
     keep: int | None = None,
     block: Literal[True] = True,
@@ -30,7 +30,7 @@ def save(
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     extra: Any = None,
     keep: int | None = None,
     *,
@@ -41,7 +41,7 @@ def save(
 def save(
     path: StrPath,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     extra: Any = None,
     keep: int | None = None,
     block: bool = True,
@@ -51,6 +51,7 @@ def save(
     In it are the parameters in full precision, the optimizer's states, step counts and options, buffers, random number
     generators and ``extra``: anything of numbers, strings, tensors, lists and dicts (``scheduler.state_dict()``, the position
     in the data). Gradients are not. It exists whole or not at all: what a killed save left behind is removed by the next one.
+    ``optimizer``: one, a list, or a dict of several by name; ``load`` wants them alike.
     ``keep``: only so many of the newest complete ones stay.
 
     ``block=False`` returns as soon as training may go on, with a handle: its ``wait()`` gives the path. An update waits where
@@ -59,7 +60,7 @@ def save(
     return save_engine(path, _engine(model), model, optimizer, extra, keep, block)
 
 
-def load(path: StrPath, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+def load(path: StrPath, model: nn.Module, optimizer: Optimizers = None) -> Any:
     """Loads a checkpoint, or the newest complete one of a directory of checkpoints, and gives back its ``extra``.
 
     The number of ranks, the stage, the tiers and the compute dtype may be others than at the save. With the same ones training

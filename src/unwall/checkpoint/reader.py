@@ -1,13 +1,14 @@
 """Reads a checkpoint's files: verifies what is about to be used, and gives runs of tensors.
 
 [Note: twice]
-Nothing of a model is changed before all that it will take is known to be whole. So the files are read twice: once to verify
-them, block by block with several threads, each rank another part; then again for what each rank owns. There are two ways to
-do that. Through the page cache, the second time comes from there as far as it holds the files; it goes through the model
-backwards, so that of files larger than the cache it meets those that were read last. Past the page cache, both times come
-from the drive: on a fast one that is sooner done than filling the cache once. A few blocks are read either way, and what is
-left goes the faster way (``_try_both``). None of it costs memory of this process beyond the buffers; a few blocks that were
-verified stay in them (``keeps``), which is all of a small model. What can be undone is read once: checked_reading.py.
+Nothing of a model is changed before all that it will take is known to be whole. What can be undone, and what there is room for
+beside the old values, is read once: [Note: once] in waiting.py. The rest is read twice: once to verify it, block by block with
+several threads, each rank another part; then again for what each rank owns. There are two ways to do that. Through the page
+cache, the second time comes from there as far as it holds the files; it goes through the model backwards, so that of files
+larger than the cache it meets those that were read last. Past the page cache, both times come from the drive: on a fast one
+that is sooner done than filling the cache once. A few blocks are read either way, and what is left goes the faster way
+(``_try_both``). None of it costs memory of this process beyond the buffers; a few blocks that were verified stay in them
+(``keeps``), which is all of a small model.
 """
 
 import contextlib

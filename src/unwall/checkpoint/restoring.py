@@ -1,26 +1,26 @@
 """From a checkpoint's files into the states of groups, wherever they live, chunk by chunk of this rank's elements."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from unwall.checkpoint.copying import copy_flat
+from unwall.checkpoint.goals import Goal
 from unwall.checkpoint.lots import CHUNK_ELEMENTS, Held
 from unwall.checkpoint.manifest import Tensor
 from unwall.checkpoint.reader import THREADS, CheckpointFiles, Wanted
 from unwall.checkpoint.spread import parts_of
+from unwall.checkpoint.waiting import Home
 from unwall.native.library import DiskError
 from unwall.native.memory import HostMemory
 from unwall.optim.seen_states import SeenState
 from unwall.shards.group import Group
 from unwall.shards.layout import Segment
-from unwall.shards.master import make_master, rounded, split_into
+from unwall.shards.master import rounded, split_into
 from unwall.shards.states import MASTER, REMAINDER
-from unwall.shards.store import Store
 from unwall.tiers.block import DiskBlock, MemoryBlock
 from unwall.tiers.disk import named
 from unwall.tiers.sizes import align_up
@@ -28,54 +28,6 @@ from unwall.tiers.tiers import Tiers
 
 CHUNKS_AHEAD = 4
 CHUNK_BYTES = CHUNK_ELEMENTS * 8
-
-
-@dataclass(frozen=True)
-class Goal:
-    """One state of one group, and what it is to become."""
-
-    group: Group
-    tensors: Mapping[int, Tensor]
-    """Of each slot that is in the checkpoint."""
-    dtype: torch.dtype
-    otherwise: float
-    """For elements that are not."""
-    put: Callable[[int, torch.Tensor], None]
-    """Takes elements from a position of the owned run on: flat, in host memory, in ``dtype``."""
-    place: torch.Tensor | None = None
-    """The owned run itself, where that is host memory of this dtype: it is read right there, without ``put``."""
-
-
-@dataclass(frozen=True)
-class Fresh:
-    """A state in memory that has its first value everywhere, and what it is to become. See [Note: once]."""
-
-    run: torch.Tensor
-    """The owned run."""
-    initial: float
-    group: Group
-    tensors: Mapping[int, Tensor]
-    """Of each slot that is in the checkpoint, in the dtype of the run."""
-
-    def wanted(self) -> Iterator[Wanted]:
-        for segment in self.group.owned_segments():
-            tensor = self.tensors.get(segment.slot)
-            if tensor is not None:
-                at = segment.shard_start
-                for part in parts_of(self.group.params[segment.slot], segment.start, segment.numel):
-                    yield Wanted(tensor, part, self.run[at : at + part.numel])
-                    at += part.numel
-
-    def undo(self) -> None:
-        self.run.fill_(self.initial)
-
-
-def fresh_state(group: Group, tensors: Mapping[int, Tensor], store: Store, initial: float) -> Fresh | None:
-    """None where it is not in memory, or in another dtype in the checkpoint."""
-    block = store.block
-    if not isinstance(block, MemoryBlock) or any(tensor.dtype != store.dtype for tensor in tensors.values()):
-        return None
-    return Fresh(block.view(store.dtype), initial, group, tensors)
 
 
 class Restorer:
@@ -87,22 +39,20 @@ class Restorer:
         self._spare: list[torch.Tensor] = []
         self._halves: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def master(self, group: Group, tensors: Mapping[int, Tensor]) -> Goal:
-        """The parameters of a group, and what its master has beside them."""
-        exact = any(tensor.dtype is torch.float32 for tensor in tensors.values())
-        if exact and group.layout.dtype is torch.bfloat16 and not group.has_state(REMAINDER):
-            make_master(group)
-        param = Held(group.buffer.block, group.layout.dtype, group.own_start)
-        if group.param is not None:
-            param = Held.of(group.param)
+    def master(self, group: Group, tensors: Mapping[int, Tensor], places: Sequence[Held]) -> Goal:
+        """The parameters of a group, and what its master has beside them. ``places``: for each of ``master_homes``."""
+        param = places[0]
         if group.has_state(REMAINDER):
-            rest = Held.of(group.store(REMAINDER))
-            return Goal(group, tensors, torch.float32, 0.0, lambda start, values: self._put_split(param, rest, start, values))
+            rest = places[1]
+            put_split = partial(self._put_split, param, rest)
+            runs = _host_run(param, group.own_numel), _host_run(rest, group.own_numel)
+            halves = (runs[0], runs[1]) if runs[0] is not None and runs[1] is not None else None
+            halves = halves if rest.dtype is torch.int16 else None
+            return Goal(group, tensors, torch.float32, 0.0, put_split, halves=halves)
         if group.has_state(MASTER):
-            master = Held.of(group.store(MASTER))
 
             def put_both(start: int, values: torch.Tensor) -> None:
-                self._put(master, start, values)
+                self._put(places[1], start, values)
                 self._put(param, start, values.to(param.dtype))
 
             return Goal(group, tensors, torch.float32, 0.0, put_both)
@@ -111,18 +61,18 @@ class Restorer:
         def put(start: int, values: torch.Tensor) -> None:
             self._put(param, start, rounded(values, param.dtype))
 
-        return Goal(group, tensors, wide, 0.0, put)
+        return Goal(group, tensors, wide, 0.0, put, _run(param, group.own_numel) if wide is param.dtype else None)
 
-    def state(self, group: Group, tensors: Mapping[int, Tensor], state: SeenState) -> Goal:
-        """An optimizer's state of a group."""
-        held = Held.of(state.store)
+    def state(self, group: Group, tensors: Mapping[int, Tensor], state: SeenState, place: Held | None = None) -> Goal:
+        """An optimizer's state of a group. ``place``: where it goes to, if not to its home."""
+        held = Held.of(state.store) if place is None else place
         if state.coded:
             return Goal(group, tensors, state.spec.dtype, state.spec.initial, partial(self._put_coded, held, state))
         put = partial(self._put, held)
-        return Goal(group, tensors, state.store.dtype, state.spec.initial, put, _host_run(held))
+        return Goal(group, tensors, state.store.dtype, state.spec.initial, put, _run(held, group.own_numel))
 
-    def load(self, goals: Iterator[Goal]) -> None:
-        """Reads ahead with several threads, and puts one chunk after the other."""
+    def load(self, goals: Iterable[Goal]) -> None:
+        """What was verified before. Reads ahead with several threads, and puts one chunk after the other."""
         coming: deque[tuple[Goal, int, torch.Tensor | None, Future[torch.Tensor]]] = deque()
         with ThreadPoolExecutor(THREADS, thread_name_prefix="unwall load") as threads:
             for goal in goals:
@@ -132,7 +82,7 @@ class Restorer:
                     if len(coming) >= CHUNKS_AHEAD:
                         self._finish(*coming.popleft())
                     buffer = None
-                    if goal.place is None:
+                    if goal.place is None or goal.place.device.type != "cpu":
                         buffer = self._spare.pop() if self._spare else _memory(CHUNK_BYTES)
                         values = buffer[: (high - low) * item].view(goal.dtype)
                     else:
@@ -172,7 +122,8 @@ class Restorer:
         return values
 
     def _put_split(self, param: Held, rest: Held, start: int, values: torch.Tensor) -> None:
-        halves = _host_run(param), _host_run(rest)
+        end = start + values.numel()
+        halves = _host_run(param, end), _host_run(rest, end)
         if halves[0] is not None and halves[1] is not None:
             self._split(halves[0][start:], halves[1][start:], values)
             return
@@ -224,9 +175,26 @@ class Restorer:
             raise named(error, f"writing the {held.block.label}") from error
 
 
-def _host_run(held: Held) -> torch.Tensor | None:
-    """The elements themselves, where they are in host memory."""
-    run = held.block.view(held.dtype)[held.start :] if isinstance(held.block, MemoryBlock) else None
+def master_homes(group: Group) -> list[Home]:
+    """Where the parameters of a group live, and what its master has beside them."""
+    flat = Held(group.buffer.block, group.layout.dtype, group.own_start)
+    found = [Home(flat, group.own_numel, None) if group.param is None else Home.of(group.param)]
+    return found + [Home.of(group.store(spec)) for spec in (REMAINDER, MASTER) if group.has_state(spec)][:1]
+
+
+def lacks_master(group: Group, tensors: Mapping[int, Tensor]) -> bool:
+    """The checkpoint has more bits of the parameters than the group has room for yet: ``make_master`` comes first."""
+    exact = any(tensor.dtype is torch.float32 for tensor in tensors.values())
+    return exact and group.layout.dtype is torch.bfloat16 and not group.has_state(REMAINDER)
+
+
+def _run(held: Held, numel: int) -> torch.Tensor | None:
+    """The elements themselves, where they are in memory."""
+    return held.block.view(held.dtype)[held.start : held.start + numel] if isinstance(held.block, MemoryBlock) else None
+
+
+def _host_run(held: Held, numel: int) -> torch.Tensor | None:
+    run = _run(held, numel)
     return run if run is not None and run.device.type == "cpu" else None
 
 

@@ -19,10 +19,9 @@ from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.meeting import Meeting
 from unwall.checkpoint.model_card import describe_model
 from unwall.checkpoint.names import Names, names_of
-from unwall.checkpoint.optimizer_entry import check_optimizer
 from unwall.checkpoint.snapshot import Loans
+from unwall.checkpoint.trained import Optimizers, Trained, check_optimizers
 from unwall.checkpoint.writing import Save
-from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.engine import Engine
 from unwall.tiers.sizes import format_bytes
 
@@ -99,7 +98,7 @@ def save_engine(
     path: str | os.PathLike[str],
     engine: Engine,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     extra: Any,
     keep: int | None,
     block: bool,
@@ -108,13 +107,13 @@ def save_engine(
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
     meeting = begin(engine, "save")
-    save, contents = _prepare(Path(path), engine, meeting, model, optimizer, extra, keep)
+    save, contents = _prepare(Path(path), engine, meeting, model, optimizers, extra, keep)
     if block:
         save.run()
         return save.directory
     if engine.device.device.type == "cuda":
         torch.cuda.synchronize(engine.device.device)  # what was queued has changed the states by now
-    pending = _pending[engine] = PendingSave(save, Loans(contents.lots), (model, optimizer))
+    pending = _pending[engine] = PendingSave(save, Loans(contents.lots), (model, optimizers))
     return pending
 
 
@@ -123,7 +122,7 @@ def _prepare(
     engine: Engine,
     meeting: Meeting,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Optimizers,
     extra: Any,
     keep: int | None,
 ) -> tuple[Save, Contents]:
@@ -132,10 +131,10 @@ def _prepare(
     names: Names | None = None
     small: Small | None = None
     claimed: Claimed | None = None
-    trained: ShardedOptimizer | None = None
+    trained: Trained = {}
     try:
         names = names_of(model, engine)
-        trained = check_optimizer(optimizer, engine)
+        trained = check_optimizers(optimizers, engine)
         if engine.lent:
             raise RuntimeError("unwall.save inside unwall.full_params: leave the context first")
         engine.finish()
@@ -162,7 +161,7 @@ def _contents(
     model: nn.Module,
     meeting: Meeting,
     names: Names,
-    optimizer: ShardedOptimizer | None,
+    optimizers: Trained,
     small: Small,
     digests: list[dict[str, Any]],
     directory: Path,
@@ -178,7 +177,7 @@ def _contents(
         }
         if engine.others.pipeline:
             _check_options(digests)
-        contents = make_contents(engine, names, optimizer, small, digests, notes)
+        contents = make_contents(engine, names, optimizers, small, digests, notes)
         if not directory.is_dir():
             raise CheckpointError(f"rank {meeting.rank} does not see {directory}: all ranks save into one directory")
     except BaseException as failure:

@@ -33,7 +33,7 @@ def check_manifest(manifest: Manifest, where: str) -> None:
             raise CheckpointError(f"{where} gives {name} a size that cannot be: {entry}")
     seen = set()
     for tensor in manifest.tensors:
-        key = (tensor.kind, tensor.name, tensor.state, tensor.rank)
+        key = (tensor.kind, tensor.name, tensor.optimizer, tensor.state, tensor.rank)
         if key in seen or tensor.kind not in KINDS or not all(_is_count(size) for size in tensor.shape):
             raise CheckpointError(f"{where}: the entry of {tensor.label} is damaged, or there are two of it")
         seen.add(key)

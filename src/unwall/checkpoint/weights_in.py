@@ -35,8 +35,9 @@ from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
 from unwall.shards.local import local
 
-READERS = 3
-"""Stretches that are read at once, ahead of what is being written."""
+READERS = max(3, min(8, (os.cpu_count() or 1) // 2))
+"""Stretches that are read at once, ahead of what is being written: a drive, and memory that is touched for the first time, want
+several at once."""
 
 
 class Matched(NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, whole_states
-from unwall.optim.updates import Factor, HostUpdate
+from unwall.optim.updates import Factor, HostUpdate, Work
 from unwall.runtime.engine import Engine
 from unwall.runtime.leftovers import Leftovers
 from unwall.shards.group import Group
@@ -166,7 +165,7 @@ class AdamW(ShardedOptimizer):
     def _count_step(self, held: list[Held]) -> None:
         self._count_params(held)
 
-    def _queue(self, engine: Engine, group: Group, runs: list[Run], factor: Factor, work: Callable[[], None]) -> HostUpdate:
+    def _queue(self, engine: Engine, group: Group, runs: list[Run], factor: Factor, work: Work) -> HostUpdate:
         return self._early.commit_or(engine, group, runs, factor, work)
 
     def _nothing_to_update(self) -> None:

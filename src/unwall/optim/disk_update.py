@@ -4,6 +4,9 @@
 While one chunk is written the next ones are read and updated; each link of the chain starts natively when the one before has
 ended. A chunk whose read failed is untouched. A chunk whose write failed has its new values in its slot, and keeps the slot
 until they are written: what is in memory may have been updated already, so it must not be computed twice.
+
+When its last chunks are under way, the next group's update may begin with the slots that are free, and take theirs as they
+come back ([Note: two at once] in optim/updates.py). So reads go on while the last chunks of a group are written.
 """
 
 import errno
@@ -17,7 +20,7 @@ from unwall.native.library import DiskError
 from unwall.native.ticket import NativeTicket, Signal
 from unwall.optim.rule import Span, UpdateRule, watch_updates
 from unwall.optim.runs import Run
-from unwall.optim.updates import Factor
+from unwall.optim.updates import Factor, Rest
 from unwall.shards.states import GRAD, PARAM, StateKey
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, DiskBlock, MemoryBlock
@@ -55,8 +58,9 @@ class StateParts:
         self.grad = grad if isinstance(grad, torch.Tensor) else StatePart.of(grad)
         self.targets = targets
         self.numel = states[PARAM].numel
-        self.written = {key: part for key, part in self.states.items() if isinstance(part.block, DiskBlock)}
-        """Written to disk."""
+        on_disk = {key: part for key, part in self.states.items() if isinstance(part.block, DiskBlock)}
+        self.written = dict(sorted(on_disk.items(), key=lambda item: item[0] != PARAM))
+        """Written to disk, the parameters first: they are fetched as soon as they are there."""
         self.read = self.written if isinstance(self.grad, torch.Tensor) else {**self.written, GRAD: self.grad}
         """Read from disk."""
 
@@ -76,6 +80,8 @@ class _Chunk:
     tickets: list[NativeTicket] = field(default_factory=list)
     """Reads and updates."""
     writes: list[NativeTicket] = field(default_factory=list)
+    params: list[NativeTicket] = field(default_factory=list)
+    """What its new parameters come after."""
 
 
 class DiskUpdate:
@@ -113,7 +119,13 @@ class DiskUpdate:
                 self._todo.append(_Chunk(start, end - start, inside))
 
     def work(self, dropped: Callable[[], bool] = lambda: False) -> None:
-        """Updates what is left to do. ``dropped``: asked before each chunk whether anyone still wants it."""
+        """Updates what is left to do, to its end. ``dropped``: asked before each chunk whether anyone still wants it."""
+        rest = self.begin(dropped)
+        if rest is not None:
+            rest.finish()
+
+    def begin(self, dropped: Callable[[], bool] = lambda: False) -> Rest | None:
+        """The same, but the last chunks may still be under way."""
         if self._landing is not None:
             self._landing.wait()
         scale = self._factor.get()
@@ -127,6 +139,8 @@ class DiskUpdate:
             except Exception as error:
                 failure = error
                 under_way[-1].incomplete = True
+            if not self._todo and failure is None:
+                return self._leave(list(under_way))
             if not under_way:
                 if failure is None and not dropped():
                     raise RuntimeError(f"the update of group {self._name} has chunks left, but all slots are in use")
@@ -135,14 +149,34 @@ class DiskUpdate:
                 self._finish(under_way.popleft())
             except Exception as error:
                 failure = failure or error
+        self._raise(failure)
+        return None
+
+    def _has_room(self) -> bool:
+        """Whether there is a chunk to begin, and a slot for it. The update before this one may have some to give back."""
+        return bool(self._todo) and (self._todo[0].slot is not None or self._ring.await_slot())
+
+    def _leave(self, chunks: list[_Chunk]) -> Rest:
+        """Others may go on beside the last chunks."""
+        self._ring.expect(len(chunks))
+        return Rest(lambda: self._finish_all(chunks), tuple(ticket for chunk in chunks for ticket in chunk.params))
+
+    def _finish_all(self, chunks: list[_Chunk]) -> None:
+        failure: Exception | None = None
+        for chunk in chunks:
+            try:
+                self._finish(chunk)
+            except Exception as error:
+                failure = failure or error
+            finally:
+                self._ring.decided()
+        self._raise(failure)
+
+    def _raise(self, failure: Exception | None) -> None:
         if isinstance(failure, DiskError):
             raise named(failure, f"the update of group {self._name}") from failure
         if failure is not None:
             raise failure
-
-    def _has_room(self) -> bool:
-        """Whether there is a chunk to begin, and a slot for it."""
-        return bool(self._todo) and (self._todo[0].slot is not None or not self._ring.full())
 
     def abandon(self) -> None:
         """Gives back the memory of what could not be written: it will not be tried again."""
@@ -155,9 +189,12 @@ class DiskUpdate:
         if not chunk.updated:
             self._submit_update(chunk, scale)
         done = () if chunk.updated else tuple(chunk.tickets)
-        chunk.writes = []
+        chunk.writes, chunk.params = [], list(done)
         for key, part in self._parts.written.items():
-            chunk.writes += self._request("write", chunk, key, part, self._parts.target(key), done)
+            written = self._request("write", chunk, key, part, self._parts.target(key), done)
+            chunk.writes += written
+            if key == PARAM:
+                chunk.params = written
 
     def _submit_update(self, chunk: _Chunk, scale: float) -> None:
         reads: list[NativeTicket] = []
@@ -186,7 +223,8 @@ class DiskUpdate:
         for ticket in chunk.writes:
             outcome = _outcome(ticket)
             failure = failure or outcome
-        incomplete, chunk.incomplete, chunk.tickets, chunk.writes = chunk.incomplete, False, [], []
+        incomplete, chunk.incomplete = chunk.incomplete, False
+        chunk.tickets, chunk.writes, chunk.params = [], [], []
         if failure is None and not incomplete:
             self._give_back(chunk)
             return

@@ -25,7 +25,7 @@ room for is its own affair.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -40,7 +40,7 @@ from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.shadows import DISK_AHEAD, Shadow, Shadows
 from unwall.optim.speculation import Key, Progress, Speculation, Speculations, Wanted
-from unwall.optim.updates import Factor, HostUpdate, on_update_thread
+from unwall.optim.updates import Factor, HostUpdate, Work, on_update_thread
 from unwall.runtime.engine import Engine
 from unwall.runtime.failures import FailureDomain
 from unwall.shards.group import Group
@@ -182,9 +182,7 @@ class EarlyUpdates:
                     update.pending.ahead = update
             self._claimed.clear()
 
-    def commit_or(
-        self, engine: Engine, group: Group, runs: list[Run], factor: Factor, otherwise: Callable[[], None]
-    ) -> HostUpdate:
+    def commit_or(self, engine: Engine, group: Group, runs: list[Run], factor: Factor, otherwise: Work) -> HostUpdate:
         """Queues a group's update: what was computed ahead, if that holds and nothing is clipped, ``otherwise`` in place."""
         claimed = self._claimed.get((id(engine), group.index))
         speculation = self._take(engine, group, runs)

@@ -1,6 +1,6 @@
 """The update of one group by any rule: what it reads and writes, and the work, wherever the states live."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -8,7 +8,7 @@ from unwall.optim.disk_update import DiskUpdate, StateParts
 from unwall.optim.own_states import OwnStates
 from unwall.optim.rule import Span, UpdateRule, finish_updates, spans_of
 from unwall.optim.runs import Run
-from unwall.optim.updates import Factor
+from unwall.optim.updates import Factor, Rest, Work
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.master import make_master, set_lean
@@ -69,26 +69,26 @@ def spans_in_memory(engine: Engine, group: Group, stores: dict[StateKey, Store],
 
 def host_work(
     rule: UpdateRule, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run], factor: Factor
-) -> Callable[[], None]:
+) -> Work:
     """The update of a group on the host, in place, for the thread that updates."""
     update = _host_work(rule, engine, group, stores, runs, factor)
 
-    def work() -> None:
+    def work() -> Rest | None:
         for store in stores.values():
             store.await_reader()
-        update()
+        return update()
 
     return work
 
 
 def _host_work(
     rule: UpdateRule, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run], factor: Factor
-) -> Callable[[], None]:
+) -> Work:
     gradient = engine.gradients[group.index]
     if group.home.on_disk:
         return DiskUpdate(
             group.name, rule, StateParts(stores, gradient.source), runs, engine.tiers, gradient.landing, factor
-        ).work
+        ).begin
     spans, landing = spans_in_memory(engine, group, stores, runs), gradient.landing
     meter, label = engine.tiers.updates, group.name
 

@@ -19,7 +19,8 @@ PIECE_ELEMENTS = 1 << 20
 
 _CARRIERS = 8
 _SCALE_BIAS = 40
-_MOST_ROOT = 2.0**62
+_MOST_ROOT = 2.0**58
+_LEAST_PRODUCT = 2.0**-126
 _MOST_RATIO = 15.5
 _SHIFT = 19
 _ONE = 1 << 23
@@ -98,9 +99,12 @@ def _update_piece(
     v = _f32(step.beta2) * (root * root) + _f32(1 - step.beta2) * g * g
     root = _sqrt(v)
     unbias, rate = 1 / math.sqrt(1 - step.beta2**step.step), step.lr / (1 - step.beta1**step.step)
-    denominator = root * _f32(unbias) + _f32(step.eps)
-    param = param * _f32(1 - step.lr * step.weight_decay) - _f32(rate) * (m / denominator)
-    ratio = torch.where(root > 0, m / root, 0.0)
+    bounded = torch.where(root < _MOST_ROOT, root, _MOST_ROOT)
+    below = bounded * _f32(unbias) + _f32(step.eps)
+    product = bounded * below
+    shared = m / torch.where(product > _LEAST_PRODUCT, product, _LEAST_PRODUCT)
+    param = param * _f32(1 - step.lr * step.weight_decay) - _f32(rate) * (bounded * shared)
+    ratio = below * shared
     moments.copy_(_pack(root, ratio, noise))
     bits = torch.where(param.isnan(), (_bits(param) & 0x80000000) | 0x7FC00000, _bits(param))
     bits = (bits + ((noise >> 12) & 0xFF)) & 0xFFFFFF00
@@ -122,18 +126,18 @@ def _unpack(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _pack(root: torch.Tensor, ratio: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
     """Whole blocks as they are stored. Without ``noise``: rounded to nearest, which leaves what was stored before as it is."""
-    root = torch.where(root <= _MOST_ROOT, root, 0.0).view(-1, BLOCK)
+    root = torch.where(root < _MOST_ROOT, root, 0.0).view(-1, BLOCK)
     ratio = ratio.view(-1, BLOCK)
     lanes = torch.arange(BLOCK, device=root.device)
     low = high = torch.full((), _NEAREST, device=root.device)
     if noise is not None:
-        low, high = ((noise & 0xFFFF) * 8 + 4).view(-1, BLOCK), ((noise >> 16) * 8 + 4).view(-1, BLOCK)
+        low, high = (noise & ((1 << _SHIFT) - 1)).view(-1, BLOCK), (noise >> (32 - _SHIFT)).view(-1, BLOCK)
     largest = (_bits(root) + low).amax(1, keepdim=True)
     scale = ((largest >> 23) - 127).clamp_(min=-_SCALE_BIAS)
     up = ((127 - scale) << 23).to(torch.int32).view(torch.float32)
-    roots = ((_narrow(root * up, _ROOT_REBIAS) + low) >> _SHIFT).clamp_(max=255)
+    roots = (_narrow(root * up, _ROOT_REBIAS) + low) >> _SHIFT
     size = ratio.abs()
-    size = torch.where(size <= _MOST_RATIO, size, torch.where(size > _MOST_RATIO, _MOST_RATIO, 0.0))
+    size = torch.where(size < _MOST_RATIO, size, _MOST_RATIO)
     ratios = (_narrow(size, _RATIO_REBIAS) + torch.where(lanes < _CARRIERS, 2 * high, high)) >> _SHIFT
     ratios = torch.where(roots == 0, 0, ratios.clamp_(max=127) & _ratio_mask(lanes))
     sign = torch.where((ratios != 0) & ratio.signbit(), 0x80, 0)

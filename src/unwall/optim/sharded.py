@@ -23,7 +23,7 @@ from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
 from unwall.optim.seen_states import seen_specs
-from unwall.optim.updates import Factor, HostUpdate
+from unwall.optim.updates import Factor, HostUpdate, Work
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, owners
 from unwall.runtime.newcomers import take_in_with
@@ -192,7 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         group: Group,
         runs: list[Run],  # noqa: ARG002 (what was updated ahead is compared with it)
         factor: Factor,  # noqa: ARG002
-        work: Callable[[], None],
+        work: Work,
     ) -> HostUpdate:
         """Hands a group's update to the thread that updates."""
         return HostUpdate(work, engine.failures, again=group.home.on_disk)

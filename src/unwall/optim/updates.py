@@ -5,6 +5,11 @@ One thread takes updates first in, first out: it waits until a gradient has land
 waits for them. ``step`` asks in the order of the model, which is the order in which the next forward needs the groups, and
 returns at once; a fetch waits for its own group's update only. The results are those of a synchronous step.
 
+[Note: two at once]
+An update through the disk ends with writes, the next one begins with reads. So the thread that updates leaves an update when
+all of it is under way, and a second thread, first in, first out as well, waits for the rest of it (``Rest``). What the next
+forward fetches, the parameters, may be there before that.
+
 [Note: failed updates]
 An update whose disk requests failed remembers what is left to do. Waiting for it raises the error, once for each attempt; the
 next wait tries again, so after the cause is gone training goes on with the values it would have had. Updates asked for later
@@ -17,13 +22,38 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 
+from unwall.native.ticket import NativeTicket
 from unwall.runtime.failures import FailureDomain
 from unwall.tiers.ticket import Ticket, result_of
 
 _THREAD = "unwall update"
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left of an update that is under way as a whole. See [Note: two at once]."""
+
+    finish: Callable[[], None]
+    """Waits for it and raises what it failed with. Called once, on any thread."""
+    params: tuple[NativeTicket, ...]
+    """When these have ended well the new parameters can be read, and the gradient is used."""
+
+
+Work = Callable[[], Rest | None]
+"""An update, for the thread that updates. None: it has ended."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An update whose rest is being waited for."""
+
+    params: tuple[NativeTicket, ...]
+    ended: "Future[None]"
 
 
 class Factor:
@@ -61,16 +91,32 @@ class _BehindError(Exception):
 
 class HostUpdate:
     """The ticket of one group's update. ``domain``: whom it holds up when it fails. ``again``: ``work`` can be called again
-    after it failed, and does what is left."""
+    after it failed, or its rest did, and does what is left."""
 
-    def __init__(self, work: Callable[[], None], domain: FailureDomain, again: bool = False) -> None:
+    def __init__(self, work: Work, domain: FailureDomain, again: bool = False) -> None:
         self._work = work
         self.domain = domain
         self.again = again
-        self._future: Future[None] | None = _queue().submit(self)
+        self._future: Future[_Begun | None] | None = _queue().submit(self)
 
     def done(self) -> bool:
-        return self._future is not None and self._future.done()
+        begun = _begun(self._future)
+        return begun.ended.done() if isinstance(begun, _Begun) else begun
+
+    def params_done(self) -> bool:
+        """Whether the wait for the parameters alone has an end: they are there, or something failed."""
+        begun = _begun(self._future)
+        return all(ticket.done() for ticket in begun.params) if isinstance(begun, _Begun) else begun
+
+    def wait_for_params(self) -> None:
+        """The new parameters can be read; other states may still be on their way to the disk. Raises as ``wait`` does."""
+        if self._future is not None:
+            with suppress(Exception):  # which ``wait`` deals with
+                begun = result_of(self._future)
+                for ticket in () if begun is None else begun.params:
+                    ticket.wait()
+                return
+        self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
         """See [Note: failed updates]."""
@@ -78,43 +124,77 @@ class HostUpdate:
             if self._future is None:
                 self._future = _queue().submit(self)
             try:
-                result_of(self._future, timeout)
+                begun = result_of(self._future, timeout)
+                if begun is not None:
+                    result_of(begun.ended, timeout)
                 return
             except _BehindError as behind:
                 self._future = None
                 behind.first.wait(timeout)
             except Exception as error:
-                if isinstance(error, TimeoutError) and not self._future.done():
+                if isinstance(error, TimeoutError) and not self.done():
                     raise TimeoutError(f"the update has not finished after {timeout} s") from error
                 if self.again:
                     self._future = None
                 raise
 
-    def run(self) -> None:
-        self._work()
+    def run(self) -> Rest | None:
+        return self._work()
+
+
+def _begun(future: "Future[_Begun | None] | None") -> _Begun | bool:
+    """What was begun as a whole, and may not have ended; otherwise whether it has, well or not."""
+    if future is None or not future.done():
+        return False
+    return True if future.exception() is not None else future.result() or True
 
 
 class _Queue:
-    """The thread that updates. See [Note: order]."""
+    """The threads that update. See [Note: order] and [Note: two at once]."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD)
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="unwall finish")
 
-    def submit(self, update: HostUpdate) -> "Future[None]":
-        return self._thread.submit(_run, weakref.ref(update), update.run, update.domain, update.again)
+    def submit(self, update: HostUpdate) -> "Future[_Begun | None]":
+        return self._thread.submit(self._run, weakref.ref(update), update.run, update.domain, update.again)
+
+    def _run(self, update: "weakref.ref[Ticket]", run: Work, domain: FailureDomain, again: bool) -> _Begun | None:
+        _check_behind(update, domain)
+        try:
+            rest = run()
+        except Exception:
+            if again:
+                self._finisher.submit(lambda: None).result()  # one before it may have failed, and it because of that
+                _fail(update, domain)
+            raise
+        if rest is None:
+            domain.recover(update)
+            return None
+        return _Begun(rest.params, self._finisher.submit(_finish, update, rest.finish, domain))
 
 
-def _run(update: "weakref.ref[Ticket]", run: Callable[[], None], domain: FailureDomain, again: bool) -> None:
+def _check_behind(update: "weakref.ref[Ticket]", domain: FailureDomain) -> None:
     failed = domain.failed
     if failed is not None and failed is not update():
         raise _BehindError(failed)
+
+
+def _finish(update: "weakref.ref[Ticket]", finish: Callable[[], None], domain: FailureDomain) -> None:
     try:
-        run()
+        finish()
     except Exception:
-        if again:
-            domain.fail(update)
+        _fail(update, domain)  # before anyone hears of it, and may try again
         raise
-    domain.recover()
+    domain.recover(update)
+
+
+def _fail(update: "weakref.ref[Ticket]", domain: FailureDomain) -> None:
+    """Those that come later stay behind it, as it does behind one that failed before."""
+    failed = domain.failed
+    domain.fail(update)
+    if failed is not None and failed is not update():
+        raise _BehindError(failed) from None
 
 
 _queues: dict[int, _Queue] = {}  # by process: a forked child needs its own
@@ -123,7 +203,7 @@ _queues: dict[int, _Queue] = {}  # by process: a forked child needs its own
 def drain() -> None:
     """Waits until every update that was asked for so far, also ahead of its step, has ended, well or not. For tests and
     measurements: whoever needs one update waits for its ticket."""
-    HostUpdate(lambda: None, FailureDomain()).wait()
+    HostUpdate(lambda: Rest(lambda: None, ()), FailureDomain()).wait()
 
 
 def on_update_thread() -> bool:

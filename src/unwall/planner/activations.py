@@ -15,6 +15,7 @@ from unwall.planner.description import Description, Part
 from unwall.planner.pace import Pace
 from unwall.planner.workload import Workload
 from unwall.runtime.link_speed import SHARE as LINK_SHARE
+from unwall.runtime.link_speed import WHOLE_BLOCKS
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.schedule.activations import (
     CHOICES,
@@ -153,7 +154,7 @@ def link_of(pace: Pace, room_bytes: int, host_bytes: int, fetched_bytes: float) 
     rates = pace.ceilings
     speed = LINK_SHARE * min(rates.host_to_device_bytes_per_s, rates.device_to_host_bytes_per_s)
     flight = SavedOnHost.flight_of(room_bytes)
-    return Link(speed, max(0, host_bytes), flight, 0.0, fetched_bytes / speed, whole_blocks=pace.is_host)
+    return Link(speed, max(0, host_bytes), flight, 0.0, fetched_bytes / speed, whole_blocks=pace.is_host or WHOLE_BLOCKS)
 
 
 def words(found: Activations) -> str:

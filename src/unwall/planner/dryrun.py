@@ -126,7 +126,7 @@ def fake_ranks(rank: int, ranks: int) -> "Iterator[dist.ProcessGroup | None]":
 class _HostOnPaper(HostTier):
     """See [Note: without memory]."""
 
-    def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> HostBlock:
+    def allocate(self, nbytes: int, label: str = "", pinned: bool = False, touch: bool = True) -> HostBlock:  # noqa: ARG002
         block = HostBlock(self.ledger, nbytes, label, torch.empty(nbytes, dtype=torch.uint8, device="meta"), pinned)
         self.ledger.charge(block, nbytes, label)
         return block

@@ -16,9 +16,9 @@ from unwall.plans import Plan
 from unwall.runtime.resources import STATE_SHARE
 from unwall.schedule.activations import NO_LINK
 from unwall.schedule.executor import REDUCES_IN_FLIGHT
-from unwall.shards.arrange import Planned, tilings
-from unwall.shards.build import Room, plan_groups, sizes_of
-from unwall.shards.grouping import Unit
+from unwall.shards.build import Room, sizes_of
+from unwall.shards.grouping import Unit, uncut
+from unwall.shards.groupings import Planned
 from unwall.shards.layout import Layout
 from unwall.shards.placement import (
     Home,
@@ -30,7 +30,6 @@ from unwall.shards.placement import (
     place,
     working_bytes,
 )
-from unwall.shards.tiles import forced
 
 MAX_PLACED = 2000
 """Groups that are still placed one by one: that takes the square of their number."""
@@ -138,14 +137,15 @@ def make_job(
 
 def _planned(outline: Outline, plan: Plan, ranks: int, room: Room) -> Planned:
     """Groups, with tiles where ``shard`` would cut parameters: where what comes and goes is all that does not fit."""
+    groupings = outline.groupings(plan, ranks)
     if plan.tiles is not None:
-        return plan_groups(outline.module, plan, ranks, forced(outline.module, plan))
-    whole = plan_groups(outline.module, plan, ranks)
+        return groupings.planned(groupings.forced(plan), plan.budget_device_bytes)
+    whole = groupings.planned(uncut, plan.budget_device_bytes)
     largest = outline.largest_tileable_numel * plan.compute_dtype.itemsize
     if room.device_bytes is None or 4 * largest <= room.device_bytes or not _lacks_working(whole, plan, ranks, room):
         return whole
-    for cuts in tilings(outline.module, plan, room):
-        cut = plan_groups(outline.module, plan, ranks, cuts)
+    for cuts in groupings.tilings(plan.budget_device_bytes or room.device_bytes):
+        cut = groupings.planned(cuts, plan.budget_device_bytes)
         if plan.params == "auto" and len(cut) > MAX_PLACED:
             return whole
         if not _lacks_working(cut, plan, ranks, room):

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from unwall.planner.description import Description, Part, chosen_share, from_module, units
+from unwall.plans import Plan
 from unwall.shards.grouping import Unit
+from unwall.shards.groupings import Groupings
 from unwall.shards.tiles import tileable
 
 
@@ -68,6 +70,19 @@ class Outline:
     def largest_tileable_numel(self) -> int:
         """Elements of the largest parameter that can be read in tiles."""
         return max((param.numel() for param in tileable(self.module).values()), default=0)
+
+    @cached_property
+    def _groupings(self) -> dict[tuple[torch.dtype, int], Groupings]:
+        return {}
+
+    def groupings(self, plan: Plan, ranks: int) -> Groupings:
+        """The groups of the model under any budget, for the dtypes of a plan."""
+        if plan.keep_fp32 is not None or plan.ignore is not self.ignore:
+            return Groupings(self.module, plan, ranks)
+        key = plan.compute_dtype, ranks
+        if key not in self._groupings:
+            self._groupings[key] = Groupings(self.module, plan, ranks)
+        return self._groupings[key]
 
     def stretches(self, groups: Sequence[Unit]) -> list[Stretch]:
         """The model's forward as runs of operators over these groups. See [Note: order]."""

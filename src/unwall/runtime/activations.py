@@ -20,6 +20,7 @@ from unwall.runtime.auto import Auto
 from unwall.runtime.block_call import BlockCall
 from unwall.runtime.card import CountedCard, card_of
 from unwall.runtime.engine import Engine
+from unwall.runtime.kept_input import InArena
 from unwall.runtime.partitioned import Partition
 from unwall.runtime.recompute import recompute_blocks, repeated_blocks
 from unwall.runtime.saved_on_disk import SavedOnDisk
@@ -46,11 +47,19 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
 
 
 def _how(engine: Engine) -> Callable[..., Any]:
-    """How blocks are recomputed: by torch's checkpoint, or with parts of their inputs."""
-    ranks = [dimension.ranks for dimension in engine.others.tensor]
-    if not engine.plan.partition_activations or not ranks:
-        return checkpoint
-    return Partition(ranks[0]).checkpoint
+    """How blocks are recomputed: by torch's checkpoint, or by one that keeps their inputs in another form."""
+    found = _form(engine)
+    # What goes to the host, or to disk, need not be in an arena before.
+    away = engine.plan.activations in ("host", "disk") and isinstance(found, InArena)
+    return checkpoint if found is None or away else found.checkpoint
+
+
+def _form(engine: Engine) -> Partition | InArena | None:
+    """What is kept of the inputs of recomputed blocks. None: those themselves."""
+    ranks, arena = [dimension.ranks for dimension in engine.others.tensor], engine.device.inputs_arena
+    if engine.plan.partition_activations and ranks:
+        return Partition(ranks[0])
+    return None if arena is None else InArena(arena)
 
 
 def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
@@ -80,11 +89,13 @@ def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
     auto = engine.activations = Auto(engine, len(blocks), room, mover, _is_state(engine))
     if engine.plan.sequence_tiles is None and device.type == "cuda":
         auto.tiles = Tiles(model)
+    form = _form(engine)
     for number, block in enumerate(blocks):
         if block._compiled_call_impl is None:
-            block.forward = _decided(auto, number, BlockCall(block, block.forward, device))
+            block.forward = _decided(auto, number, BlockCall(block, block.forward, device, form))
         else:
-            block._compiled_call_impl = _decided(auto, number, BlockCall(block, block._compiled_call_impl, device))
+            call = BlockCall(block, block._compiled_call_impl, device, form)
+            block._compiled_call_impl = _decided(auto, number, call)
 
 
 def _decided(auto: Auto, number: int, block: BlockCall) -> Callable[..., Any]:
@@ -111,11 +122,11 @@ def _is_state(engine: Engine) -> Callable[[torch.Tensor], bool]:
 
 
 def _mover(engine: Engine) -> SavedOnHost:
-    return SavedOnHost(engine.tiers.links, engine.tiers.host, engine.device.device, _is_state(engine))
+    return SavedOnHost(engine.tiers.links, engine.tiers.host, engine.device, _is_state(engine))
 
 
 def _to_disk(engine: Engine) -> SavedOnDisk:
-    return SavedOnDisk(engine.tiers.links, engine.tiers.host, engine.device.device, _is_state(engine))
+    return SavedOnDisk(engine.tiers.links, engine.tiers.host, engine.device, _is_state(engine))
 
 
 def _inside_compiled(model: nn.Module, name: str) -> bool:

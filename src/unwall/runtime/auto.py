@@ -204,7 +204,7 @@ class Auto:
                 census.kept_bytes[number] = kept
             return True
 
-        with nullcontext() if census is None else census.counting(number, given_tensors(args, kwargs)):
+        with nullcontext() if census is None else census.counting(number, block.inputs(args, kwargs), lambda: block.taker):
             output = block.survive(run, args, kwargs, free)
         self._count_held(number)
         return output
@@ -266,8 +266,7 @@ class Auto:
         self._room.failed()
         self._decided.clear()
         engine.executor.drop_cache()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        engine.device.give_back()
         return True
 
     def _leave_alone(self) -> None:

@@ -17,9 +17,10 @@ from torch import nn
 from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.calls import Call
+from unwall.runtime.graph_task import GraphTask, GraphTasks
 from unwall.runtime.places import Place, Places
 from unwall.runtime.tile_gradients import TileGradients, Write
-from unwall.runtime.turns import Turn, a_backward_runs
+from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence, close_all
@@ -78,7 +79,7 @@ class Backward:
         self._awaiting: list[set[int]] = [set() for _ in executor.groups]
         self.tiles = TileGradients(executor, places, arriving, self._awaiting)
         self._open_calls = [0] * len(executor.groups)
-        self._tasks: set[int] = set()
+        self._tasks = GraphTasks()
         self._reads: dict[int, tuple[int, set[int]]] = {}
         """By graph task: the node that reads now, or read last, by its number, and the groups it was given tensors of."""
         executor.pins.being_read = self._being_read
@@ -130,17 +131,17 @@ class Backward:
 
     def ended_unseen(self) -> bool:
         """Whether a backward has ended with an exception that no hook of ours saw. For the thread that watches."""
-        tasks = self._tasks.copy()
-        return bool(tasks) and not a_backward_runs() and tasks <= self._tasks  # in this order: its tasks go first
+        tasks = GraphTasks(self._tasks)
+        return bool(tasks) and not tasks.run and tasks.keys() <= self._tasks.keys()  # in this order: its tasks go first
 
     def forget_interrupted(self) -> None:
         """Nothing tells of a backward that ended with an exception."""
         if self._tasks and torch._C._current_graph_task_id() == -1:
-            self._executor.agreement.fail("its backward ended with an exception", spoilt=True)
+            self.failed("its backward ended with an exception")
             self._executor.agreement.rejoin()
             self._end()
 
-    def failed(self, error: BaseException) -> None:
+    def failed(self, error: BaseException | str) -> None:
         """A gradient could not be taken: the other ranks are told."""
         self._executor.agreement.fail(error, spoilt=True)
 
@@ -296,14 +297,16 @@ class Backward:
     # -- its end ------------------------------------------------------------------------------------------------------
 
     def _note_task(self) -> int:
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            if not self._tasks:
-                self._turn.begin("backward", backward=True)
+        number = torch._C._current_graph_task_id()
+        if number not in self._tasks:
+            task, tasks = GraphTask(number, self._task_done), self._tasks
+            if tasks and tasks.forget_ended():
+                self.failed("its backward ended with an exception")
+            if not tasks:
+                self._turn.begin("backward", lambda: task.runs or tasks.run, backward=True)
                 self._check_sums()
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._task_done(task))
-        return task
+            tasks[number] = task
+        return number
 
     def _check_sums(self) -> None:
         """A backward begins that adds to what is held. BudgetError, before anything is changed, where the host has no room."""
@@ -324,7 +327,7 @@ class Backward:
 
     @interrupts.defers
     def _task_done(self, task: int) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._reads.pop(task, None)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self.tiles.end(self.sync)

@@ -14,8 +14,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from unwall.runtime.kept_input import InArena
+from unwall.runtime.partitioned import Partition
 from unwall.runtime.recompute import inside_checkpoint, keep_buffers
+from unwall.shards import default_hooks
 
+BEGUN = object()
+"""A checkpoint has begun, and saves the block's inputs."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -36,10 +41,19 @@ class Generators:
 class BlockCall:
     """The forward of one block, in each of the ways it can run."""
 
-    def __init__(self, block: nn.Module, forward: Callable[..., Any], device: torch.device) -> None:
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], device: torch.device, how: Partition | InArena | None = None
+    ) -> None:
         self._block = block
         self.forward = forward
+        self.taker: Any = None
+        """The ``pack`` of the checkpoint around the forward that runs now, ``BEGUN`` before that. No longer: it holds the
+        input."""
         self._device = device
+        self._partition = how if isinstance(how, Partition) else None
+        self._checkpoint: Callable[..., Any] = checkpoint if how is None else how.checkpoint
+        if self._partition is not None:
+            self._checkpoint = self._partition.of(block)
         has_buffers = next(block.buffers(), None) is not None
         self._contexts: Any = self._keeping_buffers if has_buffers else noop_context_fn
 
@@ -54,9 +68,22 @@ class BlockCall:
         count, names = len(args), tuple(kwargs)
 
         def run(*given: Any) -> Any:
-            return self.forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+            self.taker = (default_hooks.top() or (None,))[0]
+            try:
+                return self.forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+            finally:
+                self.taker = None
 
-        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+        self.taker = BEGUN
+        try:
+            return self._checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+        finally:
+            self.taker = None
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, int]]:
+        """What is held to compute it again, each tensor with the number of parts that it is kept in one of."""
+        cut, parts = (None, 1) if self._partition is None else self._partition.parts_of(self._block, (*args, *kwargs.values()))
+        return [(tensor, parts if tensor is cut else 1) for tensor in given_tensors(args, kwargs)]
 
     def survive(
         self, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any], free: Callable[[BaseException], bool]

@@ -1,5 +1,6 @@
 """Module calls: running (on the stack), and finished with a backward that may come."""
 
+import os
 import sys
 from collections.abc import Sequence
 from types import FrameType
@@ -9,16 +10,18 @@ from torch import nn
 from unwall.runtime.places import Place
 from unwall.runtime.saved import Pair
 
+_DYNAMO = os.path.join("_dynamo", "eval_frame.py")
+
 
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("caller", "groups", "marked", "module", "places", "saved")
+    __slots__ = ("caller", "covers", "groups", "marked", "module", "places", "saved")
 
     def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module
         self.caller = caller
-        """Of the outermost call: the Python frame that makes it."""
+        """The Python frame that makes it: of the outermost call, and with several ranks of each."""
         self.groups: list[int] = []
         self.marked: list[int] = []
         """Groups that stay anyway, while a time line wants to know of them."""
@@ -26,6 +29,8 @@ class Frame:
         """Trainable parameters it reads."""
         self.saved = saved
         """The hooks for saved tensors that are there for as long as it runs, if it is the outermost call."""
+        self.covers = False
+        """See [Note: covered calls] in runtime/covered.py."""
 
 
 def is_running(frame: FrameType | None) -> bool:
@@ -34,6 +39,14 @@ def is_running(frame: FrameType | None) -> bool:
     while at is not None and at is not frame:
         at = at.f_back
     return at is not None
+
+
+def caller_of_hook() -> FrameType:
+    """The call of the hook that called ``enter``. Of a compiled module's hook dynamo has a frame in between."""
+    found = sys._getframe(3)
+    while found.f_back is not None and found.f_code.co_filename.endswith(_DYNAMO):
+        found = found.f_back
+    return found
 
 
 class Call:

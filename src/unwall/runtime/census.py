@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unwall.runtime import transforms
+from unwall.runtime.block_call import BEGUN
 from unwall.schedule.activations import Measured
 
 
@@ -45,7 +46,8 @@ class Census:
     """Bytes and seconds of each block of one pass. ``stays`` says which tensors are no activations: views of parameters.
 
     A storage counts once, for the first block that saves it, however many nodes do. While a weak reference to it is held its
-    address is no other's, so one that is dropped meanwhile (by a checkpoint) is not taken for another.
+    address is no other's, so one that is dropped meanwhile (by a checkpoint) is not taken for another. What a checkpoint inside
+    a block takes (a sequence tile's, or one of the model's own) is dropped whatever becomes of the block, and does not count.
     """
 
     def __init__(self, blocks: int, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
@@ -54,28 +56,34 @@ class Census:
         self._saved: dict[int, int] = {}  # storages: address and weak reference
         self._inputs: dict[int, int] = {}
         self._block = -1
+        self._own: Callable[[], Any] = lambda: None
         self.kept_bytes = [0] * blocks
         self.input_bytes = [0] * blocks
         self._watches = [Watch(device) for _ in range(blocks)]
         self.calls = 0
 
     @contextmanager
-    def counting(self, block: int, inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-        """A block's forward runs."""
-        for tensor in inputs:
+    def counting(self, block: int, inputs: "Iterable[tuple[torch.Tensor, int]]", own: Callable[[], Any]) -> Iterator[None]:
+        """A block's forward runs. ``inputs``: each with the number of parts that it is kept in one of. ``own``: the ``pack`` of
+        the checkpoint that we have put around the block, if it is recomputed (``BlockCall.taker``)."""
+        for tensor, parts in inputs:
             if self._counts(tensor):
-                self.input_bytes[block] += _first_time(tensor.untyped_storage(), self._inputs)
+                self.input_bytes[block] += -(-_first_time(tensor.untyped_storage(), self._inputs) // parts)
         outer, self._block = self._block, block
+        outer_own, self._own = self._own, own
         try:
             with self._watches[block].running():
                 yield
             self.calls += 1
         finally:
-            self._block = outer
+            self._block, self._own = outer, outer_own
 
-    def seen(self, value: Any) -> None:
-        """Autograd saves something."""
+    def seen(self, value: Any, taker: Any) -> None:
+        """Autograd saves something. ``taker``: the ``pack`` of the checkpoint that takes it, if one does."""
         if self._block < 0 or torch._C._current_graph_task_id() != -1 or not self._counts(value):
+            return
+        own = self._own()
+        if own is BEGUN or (taker is not None and taker is not own):
             return
         self.kept_bytes[self._block] += _first_time(value.untyped_storage(), self._saved)
 

@@ -7,11 +7,9 @@ tensors go through layers of ours, or where a time line wants to know. Otherwise
 it begins, and the hooks inside return at once. A lookup of a trainable parameter still says that its gradient is awaited.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterable
 from threading import current_thread, get_ident
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,11 +19,12 @@ from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
 from unwall.runtime.boundary import boundary_nodes
-from unwall.runtime.calls import Call, Frame, is_running
+from unwall.runtime.calls import Call, Frame, caller_of_hook, is_running
+from unwall.runtime.covered import Covered
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Places
 from unwall.runtime.saved import SavedTensors
-from unwall.runtime.turns import Turn, calls_a_module
+from unwall.runtime.turns import Turn, is_executed
 from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.gradient import Gradient
@@ -66,6 +65,8 @@ class Forward:
         """Of a quiet pass: the module whose call it is."""
         self.lookups = 0
         """Parameters that quiet passes have looked up, ever."""
+        self.covered = Covered()
+        """See [Note: covered calls] in runtime/covered.py."""
         self._frozen: dict[int, bool] = {}
         """Whether a group has frozen parameters, as far as this pass has asked."""
         self.long: int | None = None
@@ -82,24 +83,27 @@ class Forward:
         """Whether a call has begun and nobody has said that it has ended."""
         return bool(self.frames)
 
-    def enter(self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...]) -> None:
-        """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see."""
+    def enter(
+        self, module: nn.Module, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], cover: tuple[int, ...] = ()
+    ) -> None:
+        """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see. ``cover``: the
+        groups of all that is below it, where it may cover that."""
         outermost = not self.frames
         if self.frames:
             if self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
                 self.forget_interrupted()
-                self._turn.begin("a forward", _caller())  # returns when theirs are over
-                self.frames.clear()
+                self._turn.begin("a forward", caller_of_hook())  # returns when theirs are over
+                self._forget_frames()
             elif module is self.frames[0].module:
                 self.forget_interrupted()
             outermost = not self.frames
-        pair = caller = None
+        pair = None
+        caller = caller_of_hook() if outermost or self._ranks.size > 1 else None
         if not outermost:
             if self.saved.watching:
                 self.saved.cover()
         else:
             self.quiet = False
-            caller = _caller()
             if torch._C._current_graph_task_id() == -1:
                 if not self._turn.is_mine(caller):
                     self._turn.begin("a forward", caller)
@@ -120,6 +124,18 @@ class Forward:
             if self.quiet:
                 self.outermost = module
                 self._open_all()
+        if cover and not self.quiet and self._ranks.size == 1 and torch._C._current_graph_task_id() == -1:
+            self._cover(frame, cover)
+
+    def _cover(self, frame: Frame, groups: tuple[int, ...]) -> None:
+        if self.covered.may_begin(frame, self.frames, groups):
+            for index in [index for index in groups if index not in frame.groups]:
+                self._read(frame, index)
+            self.covered.begin(frame, groups)
+
+    def _forget_frames(self) -> None:
+        self.frames.clear()
+        self.covered.end()
 
     def _open_all(self) -> None:
         for index, group in enumerate(self._executor.groups):
@@ -131,7 +147,7 @@ class Forward:
         mine = self.thread == get_ident() and not is_running(self.frames[0].caller) if self.frames else False
         if mine or (self.frames and self.thread == _OVERLOOKED):
             pair = self.frames[0].saved
-            self.frames.clear()
+            self._forget_frames()
             self.quiet = False
             close_all(self._executor.groups)
             self._executor.agreement.fail("its forward was interrupted")
@@ -141,11 +157,11 @@ class Forward:
     def ended_unseen(self) -> bool:
         """Whether a forward has ended with an interrupt. For the thread that watches. From then on whoever uses the model finds
         out first thing, at no cost: the calls are nobody's."""
-        thread = self.thread
-        if not self.frames or calls_a_module(thread):
-            return self.thread == _OVERLOOKED
+        thread, frames = self.thread, self.frames.copy()
+        if not frames or any(frame.caller is not None and is_executed(frame.caller) for frame in frames):
+            return bool(frames) and thread == _OVERLOOKED
         self.thread = _OVERLOOKED
-        if calls_a_module(thread):  # it has just come back, and may not have seen that
+        if self.frames != frames:  # it has just come back, and may not have seen that
             self.thread = thread
         return self.thread == _OVERLOOKED
 
@@ -159,6 +175,15 @@ class Forward:
         if self.saved.watching:
             self.saved.cover()
         frame = self.frames[-1] if self.frames else None
+        if frame is not None and frame.covers and self.thread == get_ident():
+            self.lookups += 1
+            places = self._places[id(param)]
+            if len(places) == 1 and places[0].group in self.covered.groups:
+                if param.requires_grad and torch.is_grad_enabled():
+                    self._backward.expect(param, places)
+                    frame.places.update(places)
+                return
+            self.covered.never_again(frame)
         if frame is not None and self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
             if self.thread == _OVERLOOKED:
                 self.forget_interrupted()
@@ -190,6 +215,8 @@ class Forward:
         while self.frames and not ended:
             frame = self.frames.pop()
             ended = frame.module is module
+            if frame.covers:
+                self.covered.end()
             if frame.saved is not None:
                 self.saved.unwatch(frame.saved)
             if frame.groups or frame.marked:
@@ -279,12 +306,15 @@ class Forward:
             if any(backward.expects(index) for index in groups):
                 for index in groups:  # it cannot be followed
                     backward.pin(index)
+                self.covered.never_again(frame)
             return
         frozen = [index for index in groups if self._has_frozen(index)]
         call = Call(groups, frozen, frame.places, marked)
         if frozen:
             nodes = boundary_nodes(tensors, _inputs(args, kwargs))
             call.open_nodes = -1 if nodes is None else len(nodes)
+            if nodes is None:
+                self.covered.never_again(frame)
             for node in nodes or ():
                 node.register_hook(lambda *_, call=call: _deferred(backward.node_done, call))
         for tensor in tensors:
@@ -308,14 +338,5 @@ def _deferred(tell: Callable[[Call], None], call: Call) -> None:
         tell(call)
 
 
-def _caller() -> FrameType:
-    """The call of the hook that called ``enter``. Of a compiled module's hook dynamo has a frame in between."""
-    found = sys._getframe(3)
-    while found.f_back is not None and found.f_code.co_filename.endswith(_DYNAMO):
-        found = found.f_back
-    return found
-
-
 _OVERLOOKED = -1
 """Whose calls they are that ended with an interrupt, once the thread that watches has seen it."""
-_DYNAMO = os.path.join("_dynamo", "eval_frame.py")

@@ -13,14 +13,15 @@ from torch import nn
 from unwall.native import interrupts
 from unwall.runtime.absent import describe_only
 from unwall.runtime.casts import Casts, casts_of
+from unwall.runtime.covered import groups_to_cover
 from unwall.runtime.engine import Engine
+from unwall.runtime.kept_whole import place_buffers, place_ignored
 from unwall.runtime.outside import watch_outside
 from unwall.runtime.owners import Owners
 from unwall.runtime.pretrained import write_given_dtype
 from unwall.runtime.refusals import refuse_upon
 from unwall.runtime.state_dicts import StateDictHooks
 from unwall.runtime.whole import dtypes_of
-from unwall.shards.build import ignored
 from unwall.shards.local import is_distributed
 
 owners: Owners[Engine] = Owners()
@@ -62,6 +63,8 @@ class Enter(Hook):
     def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
         super().__init__(engine)
         self._forward = engine.forward
+        self.cover: tuple[int, ...] = ()
+        """The groups of all that is below it, where it covers that. See [Note: covered calls] in runtime/covered.py."""
         self.aim(groups, reads, casts)
 
     def aim(self, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
@@ -75,9 +78,19 @@ class Enter(Hook):
         if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
             for param in self._reads:
                 forward.touched(param)
+        elif (
+            (covering := forward.covered.frame) is not None
+            and module is not covering.module
+            and forward.thread == get_ident()
+            and forward.covered.groups.issuperset(self._groups)
+        ):
+            if forward.saved.watching:
+                forward.saved.cover()
+            for param in self._reads:
+                forward.touched(param)
         else:
             with interrupts.deferred:
-                forward.enter(module, self._groups, self._reads)
+                forward.enter(module, self._groups, self._reads, self.cover)
         return None if self._casts is None else self._casts.inputs(args, kwargs)
 
 
@@ -93,7 +106,10 @@ class Leave(Hook):
         if self.casts is not None:
             output = self.casts.outputs(output)
         forward = self._forward
-        if not (forward.quiet and forward.thread == get_ident() and module is not forward.outermost):
+        if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
+            return output
+        # Inside a call that covers it a module has no frame, unless it reads more.
+        if forward.covered.frame is None or forward.thread != get_ident() or forward.frames[-1].module is module:
             with interrupts.deferred:
                 forward.leave(module, args, kwargs, output)
         return output
@@ -175,12 +191,13 @@ def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
         _follow_calls(engine, module, unit, casts_of(engine, module, _own(module, unit), names[module]))
         if not unit:
             _watch_lookups(engine, module)
+    _cover_calls(engine, model)
     for module in new:
         _save_and_load_whole(module, state_dicts)
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
         refuse_upon(module)
-    _place_buffers(engine, new)
-    _place_ignored(engine, model)
+    place_buffers(engine, new)
+    place_ignored(engine, model)
     write_given_dtype(engine, new)
     watch_outside(engine)
 
@@ -236,6 +253,16 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
         module.register_forward_hook(after(engine, casts), with_kwargs=True, always_call=True)
 
 
+def _cover_calls(engine: Engine, model: nn.Module) -> None:
+    """Says which modules cover those below them. See [Note: covered calls] in runtime/covered.py."""
+    units = list(_units(model))
+    found = groups_to_cover(units, engine.places)
+    for module, _ in units:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, Enter) and hook.engine is engine:
+                hook.cover = found.get(id(module), ())
+
+
 def _watch_lookups(engine: Engine, module: nn.Module) -> None:
     """A parameter that is read by another module's forward counts as a use by the running call."""
     if _own(module) and not isinstance(module._parameters, Watched):
@@ -257,32 +284,6 @@ def _save_and_load_whole(module: nn.Module, hooks: StateDictHooks) -> None:
 def load_through(module: nn.Module, hooks: StateDictHooks) -> None:
     """``load_state_dict`` of this module looks at everything first. See [Note: loading] in runtime/state_dicts.py."""
     module.__dict__["load_state_dict"] = functools.partial(hooks.load, functools.partial(type(module).load_state_dict, module))
-
-
-def _place_ignored(engine: Engine, model: nn.Module) -> None:
-    """What the plan ignores is whole, on the device. All ranks start from rank 0's values."""
-    for name, param in model.named_parameters():
-        if id(param) in engine.places or id(param) in engine.ignored or not ignored(engine.plan, name, param):
-            continue
-        with torch.no_grad():
-            param.data = param.data.to(engine.device.device).contiguous()
-            if param.numel():
-                engine.ranks.broadcast(param.data)
-        engine.ignored[id(param)] = param
-
-
-def _place_buffers(engine: Engine, owners: list[nn.Module]) -> None:
-    """Buffers are whole, on the device. All ranks start from rank 0's."""
-    for owner in owners:
-        for name, buffer in owner._buffers.items():
-            if buffer is None or buffer.is_meta:
-                continue
-            if buffer.device != engine.device.device:
-                buffer = owner._buffers[name] = buffer.to(engine.device.device)
-            if engine.ranks.size > 1 and buffer.numel():
-                values = buffer.detach().contiguous().reshape(-1)
-                engine.ranks.broadcast(values.view(torch.uint8))
-                buffer.copy_(values.view(buffer.shape))
 
 
 def _convert(

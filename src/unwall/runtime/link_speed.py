@@ -13,6 +13,9 @@ SHARE = 0.8
 """Of what a copy alone reaches: others use the link and the memory behind it, too."""
 HOST_SHARE = 0.5
 """Of what the host has to spare, where the plan names no budget."""
+WHOLE_BLOCKS = False
+"""Whether all that a block has saved may move on an accelerator, too. On an H200 a run that did so learnt too slowly. What was
+found is mended, but was not tried there again: ``python -m bench.activations --must-hold budget`` does, in its last row."""
 
 
 def link_of(engine: Engine, flight_bytes: int) -> Link:
@@ -22,8 +25,7 @@ def link_of(engine: Engine, flight_bytes: int) -> Link:
     spare = int(available_bytes() * HOST_SHARE / local_ranks())
     host_bytes = spare if budget is None else min(spare, budget - engine.least_host_bytes)  # states come first
     fetched = sum(group.fetch_bytes for group in engine.groups if group.home.params != "device") / engine.ranks.size
-    # On an H200 a run that moved whole blocks learnt too slowly. What was found is mended, but was not tried there again.
-    whole_blocks = engine.device.device.type != "cuda"
+    whole_blocks = WHOLE_BLOCKS or engine.device.device.type != "cuda"
     return Link(speed, max(0, host_bytes), flight_bytes, 0.0, fetched / speed, whole_blocks)
 
 

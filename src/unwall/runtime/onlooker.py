@@ -2,10 +2,10 @@
 
 [Note: unseen ends]
 An exception in the user's part of a backward, and a Ctrl-C in a forward or a backward, end the pass without any hook or
-callback being called. The other ranks wait in a collective, and would until this rank uses the model again. But a pass that
-runs is on some thread's stack, and one that has ended is not. So the thread that looks into the store twice a second
-(shards/watch.py) also looks at the stacks, where a pass has begun and nobody has said that it has ended. It costs the hooks
-nothing.
+callback being called. The other ranks wait in a collective, and would until this rank uses the model again. But what a pass
+began with can be asked whether it is over ([Note: turns] in runtime/turns.py). So the thread that looks into the store twice a
+second (shards/watch.py) also asks that, where a pass has begun and nobody has said that it has ended. It costs the hooks next
+to nothing.
 
 What it cannot see: an exception between a forward and its backward (in a loss function, say), because nothing of ours has begun
 there, and this rank may yet come. If it does not, but runs another batch, that is a DivergedError on every rank.

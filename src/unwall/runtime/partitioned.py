@@ -3,8 +3,8 @@
 [Note: a part of a checkpoint]
 Between the blocks of a tensor-parallel model the hidden state is the same on all tensor ranks, and with recomputed activations
 that is what each of them holds for backward. Here each keeps 1/T of its elements, and the ranks gather them just before the
-block runs again. The part is what torch's checkpoint saves, so with ``activations="host"`` it goes to the host. The forward
-itself is given the input as it is: nothing is exchanged there.
+block runs again ([Note: another form] in kept_input.py). The part is what torch's checkpoint saves, so with
+``activations="host"`` it goes to the host. The forward itself is given the input as it is: nothing is exchanged there.
 
 An input that the ranks have cut among them already (sequence parallelism) stays as it is. A DTensor says which it is. Of a
 plain tensor nobody knows: the first time a block sees a shape the ranks compare checksums, and a block whose input differs is
@@ -12,6 +12,7 @@ left alone from then on. What is gathered later is compared with the checksum of
 the device: a difference is an error, never another result.
 """
 
+import functools
 import weakref
 import zlib
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as plain_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
+from unwall.runtime.kept_input import checkpoint_keeping, input_of
 from unwall.shards.collectives import Ranks
 from unwall.shards.local import is_distributed, local
 
@@ -50,27 +52,38 @@ class Partition:
         self,
         function: Callable[..., Any],
         *args: Any,
-        use_reentrant: bool = False,
+        use_reentrant: bool = False,  # noqa: ARG002 (as torch's checkpoint takes it)
         context_fn: Any = noop_context_fn,
         **named: Any,
     ) -> Any:
         """torch's checkpoint, of which the block's input is kept in parts where it can be."""
-        at, given = _input(args)
-        if given is None or torch.compiler.is_compiling() or not self._is_whole(_block_of(function), given):
+        return self._checkpoint(_block_of(function), function, *args, context_fn=context_fn, **named)
+
+    def of(self, block: nn.Module) -> Callable[..., Any]:
+        """The same for one block, whatever function runs it."""
+        return functools.partial(self._checkpoint, block)
+
+    def _checkpoint(
+        self,
+        block: nn.Module | None,
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: bool = False,
+        context_fn: Any = noop_context_fn,
+        **named: Any,
+    ) -> Any:
+        at, given = input_of(args)
+        if given is None or torch.compiler.is_compiling() or not self.is_whole(block, given):
             return plain_checkpoint(function, *args, use_reentrant=use_reentrant, context_fn=context_fn, **named)
         part, whole = self._cut(given)
-        waiting = [given]  # only for the forward: held any longer, nothing would be saved
+        return checkpoint_keeping(part, lambda kept: self._gather(kept, whole), at, function, args, context_fn, named)
 
-        def run(part: torch.Tensor, *others: Any, **options: Any) -> Any:
-            value = waiting.pop() if waiting else _Gathered.apply(_ANCHOR, lambda: self._gather(part, whole))
-            return function(*others[:at], value, *others[at:], **options)
+    def parts_of(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor | None, int]:
+        """Which of a block's arguments is kept in parts, and in how many."""
+        _, given = input_of(args)
+        return (given, self._ranks.size) if given is not None and self.is_whole(block, given) else (None, 1)
 
-        del given
-        return plain_checkpoint(
-            run, part, *args[:at], *args[at + 1 :], use_reentrant=use_reentrant, context_fn=context_fn, **named
-        )
-
-    def _is_whole(self, block: nn.Module | None, given: torch.Tensor) -> bool:
+    def is_whole(self, block: nn.Module | None, given: torch.Tensor) -> bool:
         """Whether all tensor ranks have the same there, and it can be cut."""
         held = _held(given)
         if not _is_dense(held) or held.device.type != self._ranks.device.type or held.dtype.itemsize not in _INTEGERS:
@@ -117,34 +130,10 @@ class Partition:
             return value if whole.spread is None else _distributed(value, *whole.spread)
 
 
-class _Gathered(torch.autograd.Function):
-    """A tensor that a block may change in place, as it may its input: no leaf. Nothing runs backward through it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:  # noqa: ARG004
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
-        return None, None
-
-
-_ANCHOR = torch.empty(0, requires_grad=True)
-
-
 def _distributed(part: torch.Tensor, mesh: Any, placements: Any, shape: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _input(args: tuple[Any, ...]) -> tuple[int, torch.Tensor | None]:
-    """The first of the arguments that a gradient is wanted of: the hidden state. Others (masks, positions, an encoder's output)
-    are shared by all blocks, and kept once."""
-    for at, value in enumerate(args):
-        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_floating_point():
-            return at, value
-    return 0, None
 
 
 def _block_of(function: Callable[..., Any]) -> nn.Module | None:

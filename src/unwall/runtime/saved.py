@@ -74,8 +74,9 @@ class SavedTensors:
         self.reading = reading
         self.layers: list[Layer] = []
         """What saved tensors go through after the user's hooks, if there are any."""
-        self.seen: Callable[[Any], None] | None = None
-        """Told of each tensor before anything happens to it, in passes that are measured. Set between two passes."""
+        self.seen: Callable[[Any, Any], None] | None = None
+        """Told of each tensor before anything happens to it, and of the checkpoint that takes it, if one does: its ``pack``. In
+        passes that are measured; set between two passes."""
         self.watching = False
         """A pair of ours is in place."""
         self.stand_ins = StandIns()
@@ -176,17 +177,18 @@ class SavedTensors:
 class Pair:
     """A pair of default hooks: the guard of flat buffers around some layers. See [Note: layers]."""
 
-    __slots__ = ("_checkpoint", "_layers", "saved")
+    __slots__ = ("_checkpoint", "_layers", "_taker", "saved")
 
     def __init__(self, saved: SavedTensors, layers: tuple[Layer, ...]) -> None:
         self.saved = saved
         self._layers = layers
         self._checkpoint = isinstance(layers[0], Hooks) and layers[0].pack.__module__ == checkpoint.__name__
         """The first layer is a checkpoint's. See [Note: stand-ins]."""
+        self._taker = layers[0].pack if self._checkpoint else None
 
     def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
         if self.saved.seen is not None:
-            self.saved.seen(tensor)
+            self.saved.seen(tensor, self._taker)
         index = self.saved.group_of(tensor)
         if index is None or self._checkpoint:
             value: Any = tensor if index is None else self.saved.stand_ins.of(index, tensor)

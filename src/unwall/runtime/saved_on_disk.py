@@ -21,6 +21,7 @@ import torch
 from unwall.runtime.moved import Done, Moved
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.tiers.block import Region
+from unwall.tiers.device import DeviceTier
 from unwall.tiers.host import HostBlock, HostTier
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.links import Links
@@ -33,7 +34,7 @@ class SavedOnDisk(SavedOnHost):
 
     _failed = False
 
-    def __init__(self, links: Links, host: HostTier, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, links: Links, host: HostTier, device: DeviceTier, stays: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(links, host, device, stays)
         known = self._by_number
         self._shelf.most_bytes = WINDOW_BYTES
@@ -152,9 +153,9 @@ class SavedOnDisk(SavedOnHost):
         ahead = 0
         for earlier in range(number - 1, 0, -1):
             moved = self._by_number.get(earlier)
-            if moved is None or moved.leaving.tensor is not None:
+            if moved is None:
                 return
-            if moved.uses <= 0:
+            if moved.uses <= 0 or moved.leaving.tensor is not None:
                 continue
             if moved.block is None and moved.back is None:
                 taken = self._shelf.take(moved.nbytes)
@@ -162,8 +163,9 @@ class SavedOnDisk(SavedOnHost):
                     return
                 self._begin_read(moved, taken)
             ahead += moved.nbytes
-            if moved.back is None and ahead <= self._ahead_bytes and (moved.ticket is None or moved.ticket.done()):
-                self._fetch(moved)
+            is_read = moved.ticket is None or moved.ticket.done()
+            if moved.back is None and ahead <= self._ahead_bytes and is_read and not self._fetches(moved):
+                return
 
     def _begin_read(self, moved: Moved, taken: "tuple[HostBlock, Done] | None") -> None:
         if taken is None or moved.on_disk is None:

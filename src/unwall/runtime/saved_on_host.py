@@ -9,25 +9,29 @@ the device when it is needed does not come back: it never left.
 
 A storage that several nodes save (the input of three projections, the parts of a packed one) moves once, and comes back once:
 it stays until each of them has used it. One that nobody comes for (a graph that is dropped) must not give its memory back while
-the copy still writes to it. A tensor that is
-changed in place while its copy is under way would be saved in part before and in part after the change: that is an error in
-backward, as it is in plain PyTorch.
+the copy still writes to it. A tensor that is changed in place while its copy is under way would be saved in part before and in
+part after the change: that is an error in backward, as it is in plain PyTorch.
 """
 
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from unwall.runtime.moved import Done, Leaving, Moved, Shelf
+from unwall.tiers.device import DeviceTier
 from unwall.tiers.host import HostBlock, HostTier
 from unwall.tiers.links import Links
 
 MIN_BYTES = 1 << 20
 """Smaller storages stay: many small copies would cost more than they free."""
+MOST_PARTS = 8
+"""A storage moves for a tensor that is so small a part of it at least. It stays on the device for any part that stays (one of
+the three of a packed projection); but all of it goes along with one that moves."""
 IN_FLIGHT_BYTES = 1 << 30
 AHEAD_BYTES = 1 << 30
 
@@ -45,9 +49,9 @@ class SavedView:
 class SavedOnHost:
     """The layer. ``stays`` says which tensors are no activations: views of parameters. See [Note: there and back]."""
 
-    def __init__(self, links: Links, host: HostTier, device: torch.device, stays: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, links: Links, host: HostTier, device: DeviceTier, stays: Callable[[torch.Tensor], bool]) -> None:
         self._links = links
-        self._device = device
+        self._device, self._arena = device.device, device.inputs_arena
         self._stays = stays
         self._min_bytes, self._in_flight_bytes, self._ahead_bytes = MIN_BYTES, IN_FLIGHT_BYTES, AHEAD_BYTES
         self._shelf = Shelf(host)
@@ -100,10 +104,9 @@ class SavedOnHost:
         if tensor.layout is not torch.strided or tensor.device != self._device or type(tensor) not in _PLAIN:
             return False
         nbytes = tensor.untyped_storage().nbytes()
-        # A small piece of something large would take all of it along.
-        return (
-            nbytes >= self._min_bytes and 2 * tensor.nbytes >= nbytes and not tensor.is_inference() and not self._stays(tensor)
-        )
+        if nbytes < self._min_bytes or MOST_PARTS * tensor.nbytes < nbytes or tensor.is_conj() or tensor.is_neg():
+            return False  # a view of bytes would lose that it is to be conjugated or negated
+        return not tensor.is_inference() and not self._stays(tensor)
 
     def _find(self, tensor: torch.Tensor) -> Moved | None:
         moved = self._known.get(tensor.untyped_storage()._cdata)
@@ -170,23 +173,32 @@ class SavedOnHost:
         return storage
 
     def _fetch_ahead(self, number: int) -> None:
-        """What was saved before is needed next."""
+        """What was saved before is needed next. Where the device has no room for it now, it comes when it is needed."""
         ahead = 0
         for earlier in range(number - 1, 0, -1):
             moved = self._by_number.get(earlier)
-            if moved is None or moved.leaving.tensor is not None:
+            if moved is None:
                 return
             if moved.uses <= 0:  # all have had it
                 continue
             ahead += moved.nbytes
             if ahead > self._ahead_bytes:
                 return
+            if moved.leaving.tensor is None and not self._fetches(moved):
+                return
+
+    def _fetches(self, moved: Moved) -> bool:
+        try:
             self._fetch(moved)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _fetch(self, moved: Moved) -> None:
         if moved.back is None:
             assert moved.block is not None
-            target = torch.empty(moved.nbytes, dtype=torch.uint8, device=self._device)
+            with nullcontext() if self._arena is None else self._arena.taking():
+                target = torch.empty(moved.nbytes, dtype=torch.uint8, device=self._device)
             moved.stream = torch.cuda.current_stream(self._device) if target.is_cuda else None
             moved.arrived = self._copy(moved.block.data, target, outward=False, after=moved.leaving.done)
             moved.back = target.untyped_storage()

@@ -7,7 +7,9 @@ outermost call returns; the backward of the same pass takes a turn of its own, a
 two.
 
 A turn belongs to a thread; that of a backward to every thread that works for it (autograd has some for accelerators). Nothing
-tells of a turn that ended with an interrupt, so whoever waits looks whether what began it is still on a stack.
+tells of a turn that ended with an interrupt, so whoever waits asks what began it whether it is over: a backward its graph task
+(runtime/graph_task.py), a call its own Python frame, which cannot be cleared while it is executed. Frames of another thread are
+never followed from one to the next: that thread goes on meanwhile, and the next one may be gone.
 
 Waiting could be for ever: a forward that starts threads which run parts of the same model waits for them, and they for it.
 After ``PATIENCE_SECONDS`` in which the other one has used nothing, that is an error. Over several ranks nobody waits: the order
@@ -18,25 +20,39 @@ A child that was forked has the model's memory but none of the threads that move
 
 import functools
 import os
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from unwall.native import interrupts
 
 PATIENCE_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-"""What is on the stack of whoever called backward, for as long as it runs."""
 
-_CALLS = nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__
+
+class Token:
+    """Something that can be told from everything else, and asked whether it is still there."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Here(threading.local):
+    """Goes with its thread."""
+
+    def __init__(self) -> None:
+        self.token = Token()
+
+
+_here = _Here()
+_taken: "ContextVar[Token | None]" = ContextVar("unwall_turn", default=None)
+"""The turn that this thread took last. torch hands the context of whoever calls backward to the threads that work for it."""
 
 
 class Turn:
@@ -49,28 +65,38 @@ class Turn:
         self._changed = threading.Condition()
         self._thread: int | None = None
         self._what = ""
-        self._during: FrameType | None = None
-        """The Python frame that the turn ends with. None: of a backward, or to be ended by hand."""
+        self._during: FrameType | Callable[[], bool] | None = None
+        """The Python frame that the turn ends with, or what says whether it goes on. None: with its thread, at the latest."""
         self._is_backward = False
+        self._token: Token | None = None
+        self._place = weakref.ref(_here.token)
+        """Gone when the thread is."""
         self._nested = 0
         """Turns inside it, of the same thread."""
 
-    def begin(self, what: str, during: FrameType | None = None, *, backward: bool = False) -> None:
-        """Waits for its turn. RuntimeError in a forked child, and where waiting would be in vain."""
+    def begin(self, what: str, during: FrameType | Callable[[], bool] | None = None, *, backward: bool = False) -> None:
+        """Waits for its turn. RuntimeError in a forked child, and where waiting would be in vain.
+
+        ``during``: what the turn ends with, where ``end`` may not be called: see ``_is_over``."""
         self._check_process(what)
         me = threading.get_ident()
         with interrupts.deferred, self._changed:
             if self._thread is not None and not self._is_over():
-                if self._thread == me or self._works_for_holder(me, backward):
+                if self._thread == me or (backward and self._works_for_holder()):
                     self._nested += 1
                     return
                 self._wait(what)
             self._thread, self._what, self._during, self._is_backward, self._nested = me, what, during, backward, 0
+            self._place = weakref.ref(_here.token)
+            self._token = Token()
+            _taken.set(self._token)
 
     def end(self) -> None:
         """Nothing to do where another thread has found it over."""
         with interrupts.deferred, self._changed:
-            if self._thread is None or (not self._is_backward and self._thread != threading.get_ident()):
+            if self._thread is None:
+                return
+            if not self._is_backward and self._thread != threading.get_ident() and not self._works_for_holder():
                 return
             if self._nested:
                 self._nested -= 1
@@ -108,16 +134,15 @@ class Turn:
 
     def _is_over(self) -> bool:
         """Whether what began the turn has ended without saying so."""
-        stacks = sys._current_frames()
-        assert self._thread is not None
-        if self._is_backward:
-            return self._nested == 0 and not a_backward_runs()
-        return self._thread not in stacks or (self._during is not None and not _is_on(stacks[self._thread], self._during))
+        if isinstance(self._during, FrameType):
+            return not is_executed(self._during)
+        return self._place() is None if self._during is None else not self._during()
 
-    def _works_for_holder(self, me: int, backward: bool) -> bool:
+    def _works_for_holder(self) -> bool:
         """A backward that is called inside a forward may run on a thread of autograd's."""
-        holder = sys._current_frames().get(self._thread or 0)
-        return backward and holder is not None and _has(holder, _BACKWARD) and not _has(sys._current_frames()[me], _BACKWARD)
+        if not torch._C._is_key_in_tls("context"):
+            return False
+        return torch._C._get_obj_in_tls("context").get(_taken) is self._token
 
     def _wait(self, what: str) -> None:
         if not self._alone:
@@ -160,23 +185,10 @@ def alone(method: "Callable[Concatenate[E, P], R]") -> "Callable[Concatenate[E, 
     return whole
 
 
-def a_backward_runs() -> bool:
-    """Whether any thread of this process is inside a call of backward."""
-    return any(_has(stack, _BACKWARD) for stack in sys._current_frames().values())
-
-
-def _has(stack: FrameType | None, *codes: object) -> bool:
-    while stack is not None and stack.f_code not in codes:
-        stack = stack.f_back
-    return stack is not None
-
-
-def calls_a_module(thread: int) -> bool:
-    """Whether a thread is inside a call of any module."""
-    return _has(sys._current_frames().get(thread), *_CALLS)
-
-
-def _is_on(stack: FrameType | None, frame: FrameType) -> bool:
-    while stack is not None and stack is not frame:
-        stack = stack.f_back
-    return stack is not None
+def is_executed(frame: FrameType) -> bool:
+    """Whether a call still runs, on whatever thread. One that is over loses what its local variables refer to."""
+    try:
+        frame.clear()
+    except RuntimeError:  # "cannot clear an executing frame"
+        return True
+    return False

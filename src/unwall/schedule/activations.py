@@ -159,10 +159,10 @@ def _best(blocks: Sequence[Measured], budget_bytes: int, link: Link) -> tuple[Ch
             down, right = -(-held_bytes(block, choice) // unit), -(-_moved(block, choice) // moved_unit)
             if down > room or right >= columns or (choice == "move" and not link.whole_blocks):
                 continue
-            after = torch.full_like(seconds, torch.inf)
-            after[down:, right:] = seconds[: room + 1 - down, : columns - right] + _again(block, choice)
-            better = after < best
-            best[better], pick[better] = after[better], code
+            after = seconds[: room + 1 - down, : columns - right] + _again(block, choice)
+            so_far = best[down:, right:]
+            pick[down:, right:].masked_fill_(after < so_far, code)
+            torch.minimum(so_far, after, out=so_far)
         seconds = best
         picks.append(pick)
     return _followed_back(blocks, seconds, picks, link, unit, moved_unit)

@@ -11,25 +11,22 @@ shards/tiles.py) are cut into tiles of at most an eighth of ``device_bytes``, ha
 accelerator without ``device_bytes`` the same happens where what comes and goes would take more than the card has to spare.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from unwall.plans import Plan, PlanError
-from unwall.shards.build import Room, check_fit, compute_dtype, fp32_names, plan_groups, sizes_of
-from unwall.shards.grouping import BUDGET_SHARE, Cuts, Unit, group_bytes, uncut
-from unwall.shards.layout import Layout
+from unwall.shards.build import Room, check_fit, compute_dtype, fp32_names, sizes_of
+from unwall.shards.grouping import BUDGET_SHARE, Cuts, group_bytes, uncut
+from unwall.shards.groupings import Groupings, Planned
 from unwall.shards.placement import Home, Sizes, place, working_bytes
-from unwall.shards.tiles import cut_rows, forced, most_tiles, tileable
+from unwall.shards.tiles import forced, tileable
 from unwall.tiers.sizes import format_bytes
 
-Planned = list[tuple[Unit, Layout]]
 _TIERS = ("device", "host", "disk")
 _TRIES = 16
-_SMALLEST_TILE_BYTES = 64 << 10
-_MOST_TILES = 4096
 Arranged = tuple[Planned, list[Sizes], list[Home]]
 
 
@@ -40,36 +37,96 @@ def arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cut
     ``room``: what the plan says, or what the machine has.
     """
     cuts = forced(model, plan) if cuts is uncut else cuts
+    search = _Search(model, plan, world_size)
     try:
-        return fitting(model, plan, world_size, room, cuts)
+        return search.fitting(plan, room, cuts)
     except PlanError as refusal:
         if not refusal.lack[1]:
             raise
-        raise _tried(refusal, model, plan, world_size, room, cuts) from None
+        raise search.tried(refusal, plan, room, cuts) from None
 
 
 def fitting(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> Arranged:
-    """The same without a search for a budget that would do. See [Note: as many tiles as needed]."""
-    found, refusal = None, None
-    try:
-        found = _arrange(model, plan, world_size, room, cuts)
-        if _streams_on(found, plan, room):
-            return found
-    except PlanError as error:
-        refusal = error
-    own = refusal is None or (refusal.lack[1] and _TIERS[refusal.lack[0]] == "device")
-    for tiled in tilings(model, plan, room) if own and plan.tiles is None and cuts is uncut else ():
+    """The same without a search for a budget that would do."""
+    return _Search(model, plan, world_size).fitting(plan, room, cuts)
+
+
+class _Search:
+    """Groups and homes for one model, under one budget after the other. Plans differ in nothing but budgets."""
+
+    def __init__(self, model: nn.Module, plan: Plan, world_size: int) -> None:
+        self._model, self._world_size = model, world_size
+        self._groupings = Groupings(model, plan, world_size)
+        self._sizes: dict[int, list[Sizes]] = {}
+
+    def fitting(self, plan: Plan, room: Room, cuts: Cuts) -> Arranged:
+        """See [Note: as many tiles as needed]."""
+        found, refusal = None, None
         try:
-            again = _arrange(model, plan, world_size, room, tiled)
+            found = self._arrange(plan, room, cuts)
+            if _streams_on(found, plan, room):
+                return found
         except PlanError as error:
-            refusal = error if refusal is not None and error.lack < refusal.lack else refusal
-            continue
-        if _streams_on(again, plan, room):
-            return again
-    if found is not None:
-        return found
-    assert refusal is not None
-    raise _naming_the_largest(refusal, model, plan) if own and refusal.lack[1] else refusal
+            refusal = error
+        own = refusal is None or (refusal.lack[1] and _TIERS[refusal.lack[0]] == "device")
+        for tiled in self._tilings(plan, room) if own and plan.tiles is None and cuts is uncut else ():
+            try:
+                again = self._arrange(plan, room, tiled)
+            except PlanError as error:
+                refusal = error if refusal is not None and error.lack < refusal.lack else refusal
+                continue
+            if _streams_on(again, plan, room):
+                return again
+        if found is not None:
+            return found
+        assert refusal is not None
+        raise _naming_the_largest(refusal, self._model, plan) if own and refusal.lack[1] else refusal
+
+    def tried(self, refusal: PlanError, plan: Plan, room: Room, cuts: Cuts) -> PlanError:
+        """The same refusal, with a budget that was tried: with more room, groups may be placed otherwise and need more yet."""
+        tier, named = refusal.lack
+        needed, field = named, f"{_TIERS[tier]}_bytes"
+        for _ in range(_TRIES):
+            given: dict[str, Any] = {field: needed}
+            try:
+                self.fitting(replace(plan, **given), replace(room, **given), cuts)
+            except PlanError as again:
+                if again.lack[0] != tier or again.lack[1] <= needed:
+                    break  # of another tier there is too little, too
+                needed = again.lack[1]
+            else:
+                break
+        error = PlanError(str(refusal).replace(f"{field}={named})", f"{field}={needed})"))
+        error.lack = tier, needed
+        return error
+
+    def _tilings(self, plan: Plan, room: Room) -> Iterator[Cuts]:
+        return self._groupings.tilings(plan.budget_device_bytes or room.device_bytes or 0)
+
+    def _arrange(self, plan: Plan, room: Room, cuts: Cuts) -> Arranged:
+        refusals: list[PlanError] = []
+        planned = self._groupings.planned(cuts, plan.budget_device_bytes)
+        total_bytes = sum(unit.nbytes for unit, _ in planned)
+        limit_bytes = group_bytes(total_bytes, plan.budget_device_bytes)
+        smaller = [size for size in _halves(group_bytes(total_bytes, None)) if size < limit_bytes]
+        for size in [None, *smaller]:
+            before, planned = planned, self._groupings.planned(cuts, plan.budget_device_bytes, size)
+            if refusals and planned is before:
+                continue
+            sizes = self._sizes_of(planned, plan)
+            homes = place(sizes, plan, room.device_bytes, room.host_bytes)
+            try:
+                check_fit(sizes, homes, plan, self._world_size, room)
+            except PlanError as refusal:
+                refusals.append(refusal)
+            else:
+                return planned, sizes, homes
+        raise min(refusals, key=lambda refusal: refusal.lack)
+
+    def _sizes_of(self, planned: Planned, plan: Plan) -> list[Sizes]:
+        if id(planned) not in self._sizes:
+            self._sizes[id(planned)] = sizes_of(planned, plan, self._world_size)
+        return self._sizes[id(planned)]
 
 
 def _streams_on(arranged: Arranged, plan: Plan, room: Room) -> bool:
@@ -77,26 +134,6 @@ def _streams_on(arranged: Arranged, plan: Plan, room: Room) -> bool:
     if plan.budget_device_bytes is not None or room.device_bytes is None:
         return True
     return working_bytes(arranged[1], arranged[2]) <= room.device_bytes
-
-
-def tilings(model: nn.Module, plan: Plan, room: Room) -> Iterator[Cuts]:
-    """Cuts into smaller and smaller tiles, as far as there is something to cut."""
-    able, kept = tileable(model), fp32_names(model)
-    budget = plan.budget_device_bytes or room.device_bytes or 0
-    total = sum(param.numel() * param.element_size() for param in able.values())
-    # Powers of two down to the same smallest one, whatever the budget is: less room is never accepted where more was refused.
-    smallest = max(_SMALLEST_TILE_BYTES, 1 << (total // _MOST_TILES).bit_length())
-    limit = max(smallest, 1 << max(1, budget // BUDGET_SHARE).bit_length() - 1)
-    while limit >= smallest and total:
-
-        def cuts(name: str, param: nn.Parameter, limit: int = limit) -> Sequence[int]:
-            if id(param) not in able:
-                return ()
-            nbytes = param.numel() * compute_dtype(plan, name, param, kept).itemsize
-            return cut_rows(param.shape, min(-(-nbytes // limit), most_tiles(param.shape)))
-
-        yield cuts
-        limit //= 2
 
 
 def _naming_the_largest(refusal: PlanError, model: nn.Module, plan: Plan) -> PlanError:
@@ -113,45 +150,6 @@ def _naming_the_largest(refusal: PlanError, model: nn.Module, plan: Plan) -> Pla
     )
     error.lack = refusal.lack
     return error
-
-
-def _tried(refusal: PlanError, model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> PlanError:
-    """The same refusal, with a budget that was tried: with more room, groups may be placed otherwise and need more yet."""
-    tier, named = refusal.lack
-    needed, field = named, f"{_TIERS[tier]}_bytes"
-    for _ in range(_TRIES):
-        given: dict[str, Any] = {field: needed}
-        try:
-            fitting(model, replace(plan, **given), world_size, replace(room, **given), cuts)
-        except PlanError as again:
-            if again.lack[0] != tier or again.lack[1] <= needed:
-                break  # of another tier there is too little, too
-            needed = again.lack[1]
-        else:
-            break
-    error = PlanError(str(refusal).replace(f"{field}={named})", f"{field}={needed})"))
-    error.lack = tier, needed
-    return error
-
-
-def _arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts) -> Arranged:
-    planned = plan_groups(model, plan, world_size, cuts)
-    refusals: list[PlanError] = []
-    total_bytes = sum(unit.nbytes for unit, _ in planned)
-    limit_bytes = group_bytes(total_bytes, plan.budget_device_bytes)
-    smaller = [size for size in _halves(group_bytes(total_bytes, None)) if size < limit_bytes]
-    while True:
-        sizes = sizes_of(planned, plan, world_size)
-        homes = place(sizes, plan, room.device_bytes, room.host_bytes)
-        try:
-            check_fit(sizes, homes, plan, world_size, room)
-        except PlanError as refusal:
-            refusals.append(refusal)
-        else:
-            return planned, sizes, homes
-        if not smaller:
-            raise min(refusals, key=lambda refusal: refusal.lack)
-        planned = plan_groups(model, plan, world_size, cuts, smaller.pop(0))
 
 
 def _halves(nbytes: int) -> list[int]:

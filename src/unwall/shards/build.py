@@ -1,20 +1,24 @@
 """From a module to groups: what each parameter computes in, what fits, and moving the values into shards."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from unwall.plans import Plan, PlanError
 from unwall.shards.collectives import Ranks
 from unwall.shards.compress import packed_bytes, travels_packed
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group
-from unwall.shards.grouping import Cuts, Entry, Unit, build_groups, entries_of, group_bytes, note_calls, uncut
-from unwall.shards.layout import Layout, build_layout
-from unwall.shards.local import copies_of, is_distributed, local, made_real, show
+from unwall.shards.grouping import Entry, Unit
+from unwall.shards.groupings import Kind
+from unwall.shards.groupings import compute_dtype as compute_dtype
+from unwall.shards.groupings import fp32_names as fp32_names
+from unwall.shards.groupings import ignored as ignored
+from unwall.shards.groupings import plan_groups as plan_groups
+from unwall.shards.layout import Layout
+from unwall.shards.local import made_real, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
 from unwall.shards.placement import (
     Home,
@@ -29,97 +33,6 @@ from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Staging
 from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Parameters of one kind share flat buffers."""
-
-    dtype: torch.dtype
-    trainable: bool
-    exact: bool
-    """The master needs more than the compute dtype holds, although the parameters are frozen."""
-    copies: int | None = None
-    """On how many tensor ranks each element of a DTensor is kept. None: plain parameters."""
-
-
-def compute_dtype(plan: Plan, name: str, param: nn.Parameter, fp32_names: set[str]) -> torch.dtype:
-    """fp32 parameters compute in the plan's dtype unless kept; others were given their dtype on purpose and keep it."""
-    if param.dtype is not torch.float32 or name in fp32_names:
-        return param.dtype
-    if plan.keep_fp32 is not None and plan.keep_fp32(name, param):
-        return param.dtype
-    return plan.compute_dtype
-
-
-def ignored(plan: Plan, name: str, param: nn.Parameter) -> bool:
-    """Whether the plan leaves a parameter alone."""
-    return plan.ignore is not None and bool(plan.ignore(name, param))
-
-
-def fp32_names(model: nn.Module) -> set[str]:
-    """Parameters of modules that keep running statistics in fp32: they compute in fp32, too."""
-    found = set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
-            found |= {f"{name}.{own}" if name else own for own, _ in module.named_parameters(recurse=False)}
-    return found
-
-
-def plan_groups(
-    model: nn.Module,
-    plan: Plan,
-    world_size: int,
-    cuts: Cuts = uncut,
-    limit_bytes: int | None = None,
-    wanted: Callable[[Entry], bool] = lambda _: True,
-    most_params: int | None = None,
-) -> list[tuple[Unit, Layout]]:
-    """The groups of a model and their layouts. Allocates nothing. ``cuts``: which parameters lie in several slots.
-    ``limit_bytes``: how large a group may become at most, where that is less than the plan allows.
-
-    ``wanted``: which parameters to group, where it is not all of them (but those that the plan ignores). ``most_params``: in
-    one group."""
-    kept = fp32_names(model)
-
-    def kind(name: str, param: nn.Parameter) -> tuple[Hashable, torch.dtype]:
-        dtype = compute_dtype(plan, name, param, kept)
-        copies = copies_of(param, 1) if is_distributed(param) else None
-        exact = param.dtype is torch.float32 and dtype is torch.bfloat16
-        return Kind(dtype, param.requires_grad, exact, copies), dtype
-
-    entries = [entry for entry in entries_of(model, kind, cuts) if not ignored(plan, entry.name, entry.param)]
-    if not entries:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard")
-    limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes)
-    limit = limit if limit_bytes is None else min(limit, limit_bytes)
-    units = build_groups(model, [entry for entry in entries if wanted(entry)], limit)
-    if most_params is not None:
-        units = [part for unit in units for part in _split(unit, most_params)]
-    note_calls(model, units)
-    _note_tied(model, units)
-    return [(unit, _layout(unit, world_size)) for unit in units]
-
-
-def _note_tied(model: nn.Module, units: list[Unit]) -> None:
-    parts = [unit for unit in units if unit.is_part]
-    if parts:
-        owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-        for unit in parts:
-            unit.several = owners[id(unit.entries[0].param)] > 1
-
-
-def _split(unit: Unit, most_params: int) -> list[Unit]:
-    starts = range(0, len(unit.entries), most_params)
-    return [Unit(unit.name, unit.entries[start : start + most_params]) for start in starts]
-
-
-def _layout(unit: Unit, world_size: int) -> Layout:
-    kind = unit.entries[0].kind
-    assert isinstance(kind, Kind)
-    names = [entry.name for entry in unit.entries]
-    shapes = [local(entry.param).shape for entry in unit.entries]
-    return build_layout(names, shapes, kind.dtype, world_size, [entry.part for entry in unit.entries])
 
 
 def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> list[Sizes]:
@@ -147,13 +60,18 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
     packs = world_size > 1 and travels_packed(layout.dtype)
     exchanged = packed_bytes(layout.padded_numel, plan.reduce_bits) if packs and trainable and plan.reduce_bits else 0
     kept = layout.padded_numel if plan.stage < 2 else layout.shard_numel
+    nodes = plan.node_ranks is not None and 1 < plan.node_ranks < world_size
+    per_node = plan.node_ranks if nodes and plan.node_ranks is not None else 1
+    two_hops = exchanged > 0 and nodes and not plan.reduce_feedback
+    exchanged = exchanged // per_node if two_hops else exchanged
+    in_node = layout.padded_numel // per_node * grad_item if two_hops else 0  # what its ranks' gradients are summed to first
     return Sizes(
         shard_bytes=owned * layout.dtype.itemsize,
         flat_bytes=layout.flat_bytes,
         state_bytes=owned * state_bytes,
         grad_bytes=kept * grad_item if trainable else 0,
         grad_flat_bytes=layout.padded_numel * grad_item if trainable else 0,
-        grad_part_bytes=reduced * grad_item + 2 * exchanged if trainable and world_size > 1 else 0,
+        grad_part_bytes=reduced * grad_item + 2 * exchanged + in_node if trainable and world_size > 1 else 0,
         widening_bytes=owned * max(0, 4 - grad_item) if trainable else 0,
         whole=plan.stage < 3 or world_size == 1,
         trainable=trainable,
@@ -162,6 +80,7 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
         transit_bytes=packed_bytes(layout.padded_numel, plan.gather_bits) if packs and plan.gather_bits else 0,
         exchange_bytes=exchanged,
         residual_bytes=layout.padded_numel * grad_item if packs and trainable and plan.reduce_feedback else 0,
+        replica_bytes=layout.flat_bytes // per_node if nodes and plan.replica and plan.stage > 0 else 0,
     )
 
 
@@ -270,6 +189,7 @@ def _make_all(
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
             gather_bits=plan.gather_bits,
+            replicated=plan.replica is not None,
         )
         _fill(group, unit, values, taken, plan.lean)
         staging.close()

@@ -62,6 +62,20 @@ def group_bytes(total_bytes: int, budget_bytes: int | None) -> int:
     return limit if budget_bytes is None else max(1, min(limit, budget_bytes // BUDGET_SHARE))
 
 
+class Limit:
+    """How large a group may become. Notes the largest sum of bytes that it let pass: a limit between the two gives the same
+    groups."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.passed_bytes = nbytes, 0
+
+    def holds(self, nbytes: int) -> bool:
+        if nbytes > self.nbytes:
+            return False
+        self.passed_bytes = max(self.passed_bytes, nbytes)
+        return True
+
+
 Cuts = Callable[[str, nn.Parameter], Sequence[int]]
 """Where a parameter is cut into parts: positions inside the flattened (local) parameter, in rising order."""
 
@@ -90,17 +104,18 @@ def entries_of(
     return found
 
 
-def build_groups(module: nn.Module, entries: list[Entry], limit_bytes: int) -> list[Unit]:
-    """Cuts a model into groups of at most ``limit_bytes``, or of one module's own parameters where those are larger.
+def build_groups(module: nn.Module, entries: list[Entry], limit: int | Limit) -> list[Unit]:
+    """Cuts a model into groups of at most ``limit`` bytes, or of one module's own parameters where those are larger.
 
     The module tree decides: a subtree that fits is kept whole, a larger one is cut at its children; small neighbours of one
     kind are then joined. So a transformer block becomes one group, a huge one several, and all norms kept in fp32 one.
     """
+    limit = limit if isinstance(limit, Limit) else Limit(limit)
     units: list[Unit] = []
     left: dict[int, list[Entry]] = {}
     for entry in entries:
         left.setdefault(id(entry.param), []).append(entry)
-    _cut(module, "", left, limit_bytes, units)
+    _cut(module, "", left, limit, units)
     by_kind: dict[Hashable, list[Unit]] = {}
     for unit in units:
         for entry in unit.entries:
@@ -110,17 +125,19 @@ def build_groups(module: nn.Module, entries: list[Entry], limit_bytes: int) -> l
             parts[-1].entries.append(entry)
     groups: list[Unit] = []
     for parts in by_kind.values():
-        groups += _join_small([part for part in parts if not part.is_part], limit_bytes)
+        groups += _join_small([part for part in parts if not part.is_part], limit)
         groups += [part for part in parts if part.is_part]  # what is read alone is fetched alone
     order = {entry.label: position for position, entry in enumerate(entries)}
     return sorted(groups, key=lambda unit: order[unit.entries[0].label])
 
 
-def _cut(module: nn.Module, name: str, left: dict[int, list[Entry]], limit_bytes: int, units: list[Unit]) -> None:
+def _cut(module: nn.Module, name: str, left: dict[int, list[Entry]], limit: Limit, units: list[Unit]) -> None:
     inside = [entry for param in module.parameters() for entry in left.get(id(param), ())]
     if not inside:
         return
-    if sum(entry.nbytes for entry in inside) <= limit_bytes or not any(module.children()):
+    # Where all are parts, they are units of their own wherever the module is cut.
+    last = not any(module.children()) or all(entry.part is not None for entry in inside)
+    if last or limit.holds(sum(entry.nbytes for entry in inside)):
         units += _own_units(name, inside)
         for entry in inside:
             left.pop(id(entry.param), None)
@@ -128,7 +145,7 @@ def _cut(module: nn.Module, name: str, left: dict[int, list[Entry]], limit_bytes
     own = [entry for param in module.parameters(recurse=False) for entry in left.pop(id(param), ())]
     units += _own_units(name, own)
     for child_name, child in module.named_children():
-        _cut(child, f"{name}.{child_name}" if name else child_name, left, limit_bytes, units)
+        _cut(child, f"{name}.{child_name}" if name else child_name, left, limit, units)
 
 
 def _own_units(name: str, entries: list[Entry]) -> list[Unit]:
@@ -138,13 +155,16 @@ def _own_units(name: str, entries: list[Entry]) -> list[Unit]:
     return ([Unit(name, whole)] if whole else []) + parts
 
 
-def _join_small(parts: list[Unit], limit_bytes: int) -> list[Unit]:
+def _join_small(parts: list[Unit], limit: Limit) -> list[Unit]:
     joined: list[Unit] = []
+    taken = 0
     for part in parts:
-        if joined and joined[-1].nbytes + part.nbytes <= limit_bytes:
+        if joined and limit.holds(taken + part.nbytes):
+            taken += part.nbytes
             joined[-1].entries += part.entries
             joined[-1].name = _common_name(joined[-1].name, part.name)
         else:
+            taken = part.nbytes
             joined.append(Unit(part.name, list(part.entries)))
     return joined
 
@@ -162,26 +182,30 @@ def note_calls(module: nn.Module, units: list[Unit]) -> None:
     for index, unit in enumerate(units):
         if unit.is_part:
             parts_of.setdefault(id(unit.entries[0].param), []).append(index)
+    nbytes = [unit.nbytes for unit in units]
+    most = [0] * len(units)
     seen: set[tuple[int, frozenset[int]]] = set()
     stack = [(module, frozenset[int]())]
+
+    def note(index: int, at_once: frozenset[int]) -> None:
+        total = sum(nbytes[other] for other in at_once)
+        if total > most[index]:
+            most[index], units[index].at_once = total, at_once
+
     while stack:
         inside, around = stack.pop()
         if (id(inside), around) in seen:
             continue
         seen.add((id(inside), around))
-        own = {group_of[id(param)] for param in _read_by(inside) if id(param) in group_of}
+        read = list(_read_by(inside))
+        own = {group_of[id(param)] for param in read if id(param) in group_of}
         around |= own
         for index in own:
-            _note(units, index, around)
-        for param in _read_by(inside):
+            note(index, around)
+        for param in read:
             for index in parts_of.get(id(param), ()):  # one at a time
-                _note(units, index, around | {index})
+                note(index, around | {index})
         stack += [(child, around) for child in inside.children()]
-
-
-def _note(units: list[Unit], index: int, around: frozenset[int]) -> None:
-    if sum(units[other].nbytes for other in around) > sum(units[other].nbytes for other in units[index].at_once):
-        units[index].at_once = around
 
 
 def _read_by(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -8,7 +8,7 @@ gradients of all groups first, then to optimizer state, and the device takes who
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unwall.plans import Plan
 from unwall.tiers.ledger import TierName
@@ -54,6 +54,8 @@ class Sizes:
     """The same for the whole gradient. It is part of ``grad_part_bytes``, once as it is sent and once as it is received."""
     residual_bytes: int = 0
     """What is kept on the device of the gradient that rounding took from what was sent."""
+    replica_bytes: int = 0
+    """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Home:
     """Where the gradient waits for the update."""
     resident: bool = False
     """Updated on the host, but the gathered parameters are never dropped from the device."""
+    replica: TierName = "host"
+    """Where a second copy inside the node lies, if there is one."""
 
     @property
     def tier(self) -> TierName:
@@ -88,14 +92,22 @@ LADDER = (DEVICE, HOST, SPILLED, DISK)
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
     """What a group holds on the device at most between passes: its gradient may have grown by adding up."""
+    kept = sizes.residual_bytes + replica_bytes_on("device", sizes, home)
     if home.tier == "device":
         held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
-        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes + sizes.residual_bytes
-    return sizes.residual_bytes + (sizes.flat_bytes if home.resident else 0)
+        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes + kept
+    return kept + (sizes.flat_bytes if home.resident else 0)
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
-    return _on("host", sizes, home) + (sizes.sum_bytes if home.grads == "host" else 0)
+    held = _on("host", sizes, home) + replica_bytes_on("host", sizes, home)
+    return held + (sizes.sum_bytes if home.grads == "host" else 0)
+
+
+def replica_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
+    """What a second copy inside the node takes on a tier. There is none of what is never dropped from the device."""
+    stays = home.resident or (home.params == "device" and sizes.whole)
+    return 0 if stays or home.replica != tier else sizes.replica_bytes
 
 
 def disk_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -187,6 +199,15 @@ def place(
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
+    return _near_replicas(sizes, homes, device_budget_bytes)
+
+
+def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int | None) -> list[Home]:
+    """The second copies of groups that live on the device lie there, too, as far as there is room."""
+    for index, (size, home) in enumerate(zip(sizes, homes, strict=True)):
+        if home.tier == "device" and replica_bytes_on("host", size, home):
+            trial = [*homes[:index], replace(home, replica="device"), *homes[index + 1 :]]
+            homes = trial if _fits_device(sizes, trial, budget_bytes) else homes
     return homes
 
 

@@ -4,7 +4,8 @@
 An update of a group may be under way on the host, and a state on disk may be out as a tensor, changed and not yet written back.
 Whoever reads a state must come after both. So a store hands out nothing before: ``tensor`` and ``block`` wait for the group's
 update (and raise what it failed with), and ``block`` first writes back what was looked at. An update itself takes its blocks
-before it begins, and gives new ones back with ``exchange``.
+before it begins, and gives new ones back with ``exchange``. A fetch needs the parameters alone: ``fetched_block`` does not wait
+until other states are on disk.
 
 An update ahead of its step may have been made in place (optim/journaled.py). It does not count yet, so whoever reads a state,
 or would change the gradient that it has used, takes it back first. Reading the gradient does not.
@@ -58,28 +59,50 @@ class Ahead(Protocol):
         ...
 
 
+class Update(Ticket, Protocol):
+    """An update of a group that is under way on the host."""
+
+    def params_done(self) -> bool:
+        """Whether ``wait_for_params`` would not block."""
+        ...
+
+    def wait_for_params(self) -> None:
+        """The new parameters can be read, if not yet all states. Raises what the update failed with by then."""
+        ...
+
+
 class Pending:
     """What is under way on one group's states; all stores of the group share it. See [Note: settled]."""
 
     def __init__(self, staging: Staging) -> None:
         self.staging = staging
-        self.update: Ticket | None = None
-        """An update of the group that is under way on the host."""
+        self.update: Update | None = None
         self.ahead: Ahead | None = None
         """An update ahead of its step, in place."""
 
     @property
     def updating(self) -> bool:
-        """Whether an update is still at work, has failed and is to be tried again, or may yet be taken back."""
-        return self.ahead is not None or (self.update is not None and not self.update.done())
+        """Whether an update is still at work on the parameters, has failed and is to be tried again, or may be taken back."""
+        return self.ahead is not None or (self.update is not None and not self.update.params_done())
 
     def settle(self) -> None:
         """Takes back what is ahead of its step, and waits for an update that is under way; raises what it failed with. Then it
         stays, and the next use tries again."""
+        self._take_back()
+        self.settle_update()
+
+    def settle_params(self) -> None:
+        """The same, but does not wait for what else an update writes once the parameters are there."""
+        self._take_back()
+        if self.update is not None and not self.update.done():
+            self.update.wait_for_params()
+        else:
+            self.settle_update()
+
+    def _take_back(self) -> None:
         if self.ahead is not None:
             self.ahead.take_back()
             self.ahead = None
-        self.settle_update()
 
     def settle_update(self) -> None:
         """Waits for an update that is under way. What is ahead of its step stays."""
@@ -132,6 +155,13 @@ class Store:
     def block(self) -> Block:
         """The bytes where they live, up to date. See [Note: settled]."""
         self.pending.settle()
+        self.go_back()
+        return self._block
+
+    @property
+    def fetched_block(self) -> Block:
+        """The same for the parameters, to be read only: their update has ended, if not that of other states."""
+        self.pending.settle_params()
         self.go_back()
         return self._block
 

@@ -35,6 +35,8 @@ CERTAIN = 4
 """After so many looks a rank that has ended is given up where only the device waits for it: all may be ending just now."""
 MOST_TEXT = 2000
 """Characters of an error that the other ranks are told."""
+_EXITING = 0x4
+"""The kernel's PF_EXITING, of a process's flags."""
 
 
 class Stuck(Protocol):
@@ -116,7 +118,9 @@ class Watch:
 
     def tell_end(self, text: str) -> None:
         """The ranks cannot go on."""
-        self.end = self.end or text
+        if not self.end:
+            self.end = text
+            _wake.set()  # the thread gives up what the device is stuck in, before torch's own watchdog ends the process
         if not self._get("end"):
             self._set("end", text)
 
@@ -217,10 +221,18 @@ class Watch:
 
 def _look_up(pid: int) -> tuple[str, str]:
     """A process's state, as one letter, and when it began; both empty where there is none."""
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
+    with contextlib.suppress(OSError):
+        return state_of(Path(f"/proc/{pid}/stat").read_text())
     return "", ""
+
+
+def state_of(stat: str) -> tuple[str, str]:
+    """The same, from what the kernel says. One that has begun to end counts as dead: its connections are closed by then, but
+    giving back the memory of an accelerator takes seconds."""
+    fields = stat.rpartition(")")[2].split()
+    if len(fields) < 20:
+        return "", ""
+    return "X" if int(fields[6]) & _EXITING else fields[0], fields[19]
 
 
 @functools.cache
@@ -237,6 +249,8 @@ def _machine() -> str:
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
 _leaving = threading.Event()
+_wake = threading.Event()
+"""The thread looks at once."""
 _thread: threading.Thread | None = None
 
 
@@ -249,7 +263,11 @@ def _begin_looking(watch: Watch) -> None:
 
 
 def _look() -> None:
-    while not _leaving.wait(LOOK_S):
+    while True:
+        _wake.wait(LOOK_S)
+        _wake.clear()
+        if _leaving.is_set():
+            return
         for watch in list(_watches):
             _look_safely(watch)
         watch = None  # type: ignore[assignment]  # nothing here keeps it
@@ -274,6 +292,7 @@ def _look_safely(watch: Watch) -> None:
 def _stop_looking() -> None:
     """The thread must not outlive the interpreter, nor the stores."""
     _leaving.set()
+    _wake.set()
     if _thread is not None:
         _thread.join(timeout=2 * LOOK_S)
     for watch in list(_watches):

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from unwall.tiers.arena import arena_on
 from unwall.tiers.block import Block, MemoryBlock, check_size
 from unwall.tiers.ledger import Ledger, TierName
 
@@ -26,12 +27,15 @@ class DeviceTier:
 
     A block can be deflated (its storage shrinks to zero bytes, tensors that view it stay alive but must not be read) and
     inflated again: the same storage object gets memory back, so views that autograd saved become valid again.
+    ``arenas``: its memory is apart from all other on an accelerator (tiers/arena.py).
     """
 
     name: TierName = "device"
 
-    def __init__(self, device: torch.device | None = None, budget_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, budget_bytes: int | None = None, *, arenas: bool = False) -> None:
         self.device = default_device() if device is None else device
+        self.arena, self.inputs_arena = arena_on(self.device, arenas), arena_on(self.device, arenas)
+        """For what this tier hands out, and for the inputs of recomputed blocks."""
         self.ledger = Ledger("device", budget_bytes)
 
     def allocate(self, nbytes: int, label: str = "") -> MemoryBlock:
@@ -70,12 +74,25 @@ class DeviceTier:
     def _insist(self, take: Callable[[], Taken]) -> Taken:
         """Takes memory. Where the card has none, what others can do without is given back first: then it is tried again."""
         try:
-            return take()
+            return self._take(take)
         except torch.OutOfMemoryError:
             self.ledger.reclaim()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self.give_back()
+            return self._take(take)
+
+    def _take(self, take: Callable[[], Taken]) -> Taken:
+        if self.arena is None:
             return take()
+        with self.arena.taking():
+            return take()
+
+    def give_back(self) -> None:
+        """What the allocator has of the card, and nobody uses, is the card's again."""
+        for arena in (self.arena, self.inputs_arena):
+            if arena is not None:
+                arena.renew()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _account(self, block: MemoryBlock) -> None:
         """The ledger counts what the block has, whatever was interrupted before."""

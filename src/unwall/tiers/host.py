@@ -33,13 +33,14 @@ class HostTier:
         self.pool = pool
         """The workers that touch fresh memory; whoever works on host memory may use them, too."""
 
-    def allocate(self, nbytes: int, label: str = "", pinned: bool = False) -> "HostBlock":
+    def allocate(self, nbytes: int, label: str = "", pinned: bool = False, touch: bool = True) -> "HostBlock":
+        """Without ``touch`` a page is brought in at the first write to it."""
         check_size(nbytes, self.name)
         pinned = pinned and torch.cuda.is_available()
         block = HostBlock(self.ledger, nbytes, label, None, pinned)
         self.ledger.charge(block, nbytes, label)
         try:
-            memory = HostMemory(nbytes, self.pool)
+            memory = HostMemory(nbytes, self.pool if touch else None)
             buffer = memory.buffer()
             if pinned:
                 _page_lock(buffer, memory.address, nbytes)

@@ -1,12 +1,14 @@
 """A bounded ring of host buffers through which disk and device exchange bytes."""
 
+import threading
+
 from unwall.tiers.host import HostBlock, HostTier
 from unwall.tiers.sizes import ALIGNMENT
 
 
 class BounceRing:
-    """``slots`` page-locked host buffers of ``slot_bytes`` each, for one thread: what its copies cost in host memory,
-    whatever they move. Slots come into being at first use."""
+    """``slots`` page-locked host buffers of ``slot_bytes`` each: what its copies cost in host memory, whatever they move. Slots
+    come into being at first use. One thread takes them; another one may give them back, if it was announced (``expect``)."""
 
     def __init__(self, host: HostTier, slots: int, slot_bytes: int) -> None:
         if slots < 2 or slot_bytes <= 0 or slot_bytes % ALIGNMENT:
@@ -16,6 +18,8 @@ class BounceRing:
         self._host = host
         self._free: list[HostBlock] = []
         self._used: set[HostBlock] = set()
+        self._expected = 0
+        self._changed = threading.Condition()  # nothing is allocated or freed under it
 
     def fill(self) -> None:
         """Takes the memory of every slot now, on the calling thread, so that it cannot be missing later."""
@@ -47,20 +51,44 @@ class BounceRing:
 
     def acquire(self) -> HostBlock:
         """A free slot. RuntimeError when the ring is full: release one first."""
-        if self.full():
-            raise RuntimeError(f"all {self.slots} slots of the bounce ring are in use")
-        slot = self._free.pop() if self._free else self._host.allocate(self.slot_bytes, "bounce ring", pinned=True)
-        self._used.add(slot)
+        with self._changed:
+            if self.full():
+                raise RuntimeError(f"all {self.slots} slots of the bounce ring are in use")
+            slot = self._free.pop() if self._free else None
+        if slot is None:
+            slot = self._host.allocate(self.slot_bytes, "bounce ring", pinned=True)
+        with self._changed:
+            self._used.add(slot)
         return slot
 
     def release(self, slot: HostBlock) -> None:
-        if slot not in self._used:
-            raise ValueError(f"{slot!r} is not a slot in use (released twice?)")
-        self._used.remove(slot)
-        if slot.nbytes == self.slot_bytes:
-            self._free.append(slot)
-        else:
+        with self._changed:
+            if slot not in self._used:
+                raise ValueError(f"{slot!r} is not a slot in use (released twice?)")
+            self._used.remove(slot)
+            kept = slot.nbytes == self.slot_bytes
+            if kept:
+                self._free.append(slot)
+            self._changed.notify_all()
+        if not kept:
             self._host.free(slot)
+
+    def expect(self, slots: int) -> None:
+        """Another thread will decide about so many slots that are in use: give them back or keep them."""
+        with self._changed:
+            self._expected += slots
+
+    def decided(self) -> None:
+        """By that thread, after each of them."""
+        with self._changed:
+            self._expected -= 1
+            self._changed.notify_all()
+
+    def await_slot(self) -> bool:
+        """Whether a slot is free. Waits for one while another thread may give one back."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.full() or not self._expected)
+            return not self.full()
 
     def close(self) -> None:
         """Frees the slots that are not in use."""

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -42,16 +42,17 @@ class Finished:
         return
 
 
-def result_of(future: "Future[None]", timeout: float | None = None) -> None:
+Result = TypeVar("Result")
+
+
+def result_of(future: "Future[Result]", timeout: float | None = None) -> Result:
     """Waits for it and raises what it failed with. See [Note: interrupts] in native/interrupts.py."""
     while timeout is None and not future.done():
         try:
-            future.result(interrupts.SLICE_SECONDS)
+            return future.result(interrupts.SLICE_SECONDS)
         except TimeoutError:
             interrupts.check()
-        else:
-            return
-    future.result(timeout)
+    return future.result(timeout)
 
 
 class FutureTicket:

@@ -18,6 +18,7 @@ from unwall.nn.switch import use_linear_cross_entropy
 from unwall.optim.adamw import AdamW
 from unwall.plans import Plan
 from unwall.runtime.engine import Engine
+from unwall.tiers.device import default_device
 from unwall.train.errors import TrainError, missing
 from unwall.train.lora import add_adapters
 from unwall.train.options import Options
@@ -102,7 +103,7 @@ def make_model(options: Options, config: Any, plan: Plan, *, resumes: bool) -> T
     kind = transformers.AutoModelForCausalLM
     torch.manual_seed(options.seed)
     if options.from_config:
-        with init(plan):
+        with init(plan, default_device()):  # a minute for billions of parameters where no accelerator draws them
             base: Any = kind.from_config(config)
         _prepare(base, options, plan)
         shard(base, plan)

@@ -24,6 +24,13 @@
 // are root = sqrt(exp_avg_sq) and ratio = exp_avg / root. The largest root of a block keeps its power of two when it is
 // rounded. So whatever leaves as fp32 comes back as the same bytes.
 #include "lean.hpp"
+#if defined(__F16C__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // some compilers' headers begin with undefined registers
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#endif
 
 namespace unwall {
 namespace {
@@ -31,7 +38,8 @@ namespace {
 constexpr int BLOCK = LEAN_BLOCK;
 constexpr int CARRIERS = 8;           // elements that carry a bit of the scale
 constexpr int SCALE_BIAS = 40;        // the smallest root is 2^-58, and its square no denormal
-constexpr float MOST_ROOT = 0x1p62f;  // the largest whose square is finite, with room
+constexpr float MOST_ROOT = 0x1p58f;  // the largest whose square is finite, with room
+constexpr float LEAST_PRODUCT = 0x1p-126f;
 constexpr float MOST_RATIO = 15.5f;
 constexpr uint32_t INF = 0x7f800000u;
 constexpr uint32_t MAGNITUDE = 0x7fffffffu;
@@ -39,6 +47,7 @@ constexpr uint32_t HALF_STEP = 1u << 18;
 constexpr int SHIFT = 19;                            // from the mantissa of a float to four bits
 constexpr uint32_t ROOT_REBIAS = 112u << 23;         // the largest exponent of a root, 15, stands for [1, 2)
 constexpr uint32_t RATIO_REBIAS = (127u - 4) << 23;  // that of a ratio, 7, for [8, 16)
+constexpr float RATIO_OF_HALF = 0x1p11f;             // and in fp16 for [2^-8, 2^-7)
 
 inline uint32_t bits_of(float value) {
   uint32_t bits;
@@ -74,13 +83,19 @@ struct GradF16 {
   }
 };
 
-// A small float (exponent and four bits of mantissa) as a float.
-template <uint32_t Rebias>
-inline float widen(uint32_t code) {
-  constexpr uint32_t smallest_normal = Rebias + (1u << 23);
-  uint32_t wide = code << SHIFT;
-  float denormal = float_of(wide + smallest_normal) - float_of(smallest_normal);
-  return wide < (1u << 23) ? denormal : float_of(wide + Rebias);
+// A block of fp16 as floats.
+inline void load_halves(const uint16_t* __restrict halves, float* __restrict values) {
+#if defined(__AVX512F__)
+  for (int i = 0; i < BLOCK; i += 16) {
+    _mm512_storeu_ps(values + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + i))));
+  }
+#elif defined(__F16C__)
+  for (int i = 0; i < BLOCK; i += 8) {
+    _mm256_storeu_ps(values + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i))));
+  }
+#else
+  for (int i = 0; i < BLOCK; ++i) values[i] = GradF16::load(halves[i]);
+#endif
 }
 
 // The bits of a value (not negative) as they are before those below the small float's are cut off. The low ones are added to.
@@ -101,8 +116,9 @@ inline uint32_t mixed(uint32_t value) {
   return value ^ (value >> 16);
 }
 
-// 16 random bits as what is added to a float's bits before the lowest 19 are cut off.
-inline uint32_t low_noise(uint32_t noise) { return ((noise & 0xffffu) << 3) + 4u; }
+// What is added to a float's bits before the lowest 19 are cut off: for the root, and for the ratio.
+inline uint32_t low_noise(uint32_t noise) { return noise & ((1u << SHIFT) - 1); }
+inline uint32_t high_noise(uint32_t noise) { return noise >> (32 - SHIFT); }
 
 struct Block {
   float param[BLOCK], grad[BLOCK], root[BLOCK], ratio[BLOCK];
@@ -117,20 +133,39 @@ inline int scale_of(const uint16_t* moments) {
   return biased - SCALE_BIAS;
 }
 
+// Of a block whose largest root has these bits when it is rounded.
+inline int stored_scale(uint32_t largest) {
+  int scale = static_cast<int>(largest >> 23) - 127;
+  return scale < -SCALE_BIAS ? -SCALE_BIAS : scale;
+}
+
+inline void carry_scale(int scale, uint16_t* moments) {
+  int biased = scale + SCALE_BIAS;
+  for (int i = 0; i < CARRIERS; ++i) moments[i] = static_cast<uint16_t>(moments[i] | ((biased >> i) & 1));
+}
+
 // The mask that takes the scale's bit out of a ratio.
 inline uint32_t ratio_mask(int lane) { return lane < CARRIERS ? 0x7eu : 0x7fu; }
 
+// As fp16 both are what they stand for, but for a power of two: their exponents and mantissas lie in the same order there.
 void load_moments(const uint16_t* __restrict moments, float* __restrict root, float* __restrict ratio) {
   float scale = power_of_two(scale_of(moments));
+  uint16_t roots[BLOCK], ratios[BLOCK];
   for (int i = 0; i < BLOCK; ++i) {
-    uint32_t both = moments[i];
-    root[i] = widen<ROOT_REBIAS>(both >> 8) * scale;
-    float size = widen<RATIO_REBIAS>(both & ratio_mask(i));
-    ratio[i] = float_of(bits_of(size) | ((both & 0x80u) << 24));
+    roots[i] = static_cast<uint16_t>((moments[i] >> 2) & 0x3fc0);
+    ratios[i] = static_cast<uint16_t>(((moments[i] & 0x80) << 8) | ((moments[i] & 0x7f) << 6));
+  }
+  for (int i = 0; i < CARRIERS; ++i) ratios[i] = static_cast<uint16_t>(ratios[i] & ~0x40);
+  load_halves(roots, root);
+  load_halves(ratios, ratio);
+  for (int i = 0; i < BLOCK; ++i) {
+    root[i] *= scale;
+    ratio[i] *= RATIO_OF_HALF;
   }
 }
 
-// New roots and ratios in place of the old ones, new parameters, and the random bits of each element.
+// New roots and ratios in place of the old ones, new parameters, and the random bits of each element. One division serves both
+// the step, exp_avg / (root * unbias + eps), and the ratio, exp_avg / root: the divider is what an update waits for.
 void update(Block& block, const AdamWConstants& c, uint32_t key) {
   for (int i = 0; i < BLOCK; ++i) {
     float p = block.param[i], r = block.root[i], raw = block.grad[i];
@@ -139,9 +174,13 @@ void update(Block& block, const AdamWConstants& c, uint32_t key) {
     float m = c.beta1 * (block.ratio[i] * r) + c.grad_weight * g;
     float v = c.beta2 * (r * r) + c.square_weight * g * g;
     float root = __builtin_sqrtf(v);
-    block.param[i] = p * c.keep - c.rate * (m / (root * c.unbias + c.eps));
-    block.ratio[i] = root > 0.0f ? m / root : 0.0f;
-    block.root[i] = root <= MOST_ROOT ? root : 0.0f;  // what is not finite begins anew: it is in the parameter already
+    float bounded = root < MOST_ROOT ? root : MOST_ROOT;
+    float below = bounded * c.unbias + c.eps;
+    float product = bounded * below;
+    float shared = m / (product > LEAST_PRODUCT ? product : LEAST_PRODUCT);
+    block.param[i] = p * c.keep - c.rate * (bounded * shared);
+    block.ratio[i] = below * shared;
+    block.root[i] = root < MOST_ROOT ? root : 0.0f;  // what is not finite begins anew: it is in the parameter already
   }
 }
 
@@ -153,24 +192,21 @@ void store_moments(const Block& block, uint16_t* __restrict moments) {
     uint32_t rounded = bits_of(block.root[i]) + (Nearest ? HALF_STEP : low_noise(block.noise[i]));
     largest = rounded > largest ? rounded : largest;
   }
-  int scale = static_cast<int>(largest >> 23) - 127;
-  scale = scale < -SCALE_BIAS ? -SCALE_BIAS : scale;
+  int scale = stored_scale(largest);
   float up = power_of_two(-scale);
   for (int i = 0; i < BLOCK; ++i) {
     uint32_t noise = block.noise[i];
     uint32_t root = (narrow<ROOT_REBIAS>(block.root[i] * up) + (Nearest ? HALF_STEP : low_noise(noise))) >> SHIFT;
-    root = root > 255u ? 255u : root;
     float size = float_of(bits_of(block.ratio[i]) & MAGNITUDE);
-    size = size <= MOST_RATIO ? size : (size > MOST_RATIO ? MOST_RATIO : 0.0f);
-    uint32_t random = Nearest ? HALF_STEP : low_noise(noise >> 16);
+    size = size < MOST_RATIO ? size : MOST_RATIO;  // no number: its root is zero, and so will it be
+    uint32_t random = Nearest ? HALF_STEP : high_noise(noise);
     uint32_t ratio = (narrow<RATIO_REBIAS>(size) + (i < CARRIERS ? 2u * random : random)) >> SHIFT;
     ratio = (ratio > 127u ? 127u : ratio) & ratio_mask(i);
     ratio = root == 0 ? 0u : ratio;
     uint32_t sign = ratio == 0 ? 0u : (bits_of(block.ratio[i]) >> 24) & 0x80u;
     moments[i] = static_cast<uint16_t>((root << 8) | sign | ratio);
   }
-  int biased = scale + SCALE_BIAS;
-  for (int i = 0; i < CARRIERS; ++i) moments[i] = static_cast<uint16_t>(moments[i] | ((biased >> i) & 1));
+  carry_scale(scale, moments);
 }
 
 void load_params(const uint16_t* __restrict half, const int8_t* __restrict remainder, float* __restrict param, int count) {
@@ -217,11 +253,19 @@ inline void update_block(const LeanSpan& span, int64_t begin, int count, const A
   }
 }
 
+#if defined(__AVX512F__)
+#include "lean_wide.hpp"
+#endif
+
 template <class Grad>
 void update_span(const LeanSpan& span, const AdamWConstants& constants, uint32_t key) {
   const AdamWConstants c = constants;
   int64_t begin = 0;
+#if defined(__AVX512F__)
+  for (; begin + BLOCK <= span.n; begin += BLOCK) update_wide_block<Grad>(span, begin, c, key);
+#else
   for (; begin + BLOCK <= span.n; begin += BLOCK) update_block<Grad, true>(span, begin, BLOCK, c, key);
+#endif
   if (begin < span.n) update_block<Grad, false>(span, begin, static_cast<int>(span.n - begin), c, key);
 }
 
@@ -250,7 +294,7 @@ void write_span(uint16_t* moments, const float* src, bool squares, int64_t n) {
     for (int i = 0; i < BLOCK; ++i) {
       float root = __builtin_sqrtf(square[i]);
       block.ratio[i] = root > 0.0f ? mean[i] / root : 0.0f;
-      block.root[i] = root <= MOST_ROOT ? root : 0.0f;
+      block.root[i] = root < MOST_ROOT ? root : 0.0f;
       block.noise[i] = 0;
     }
     store_moments<true>(block, moments + begin);

@@ -1,0 +1,158 @@
+"""A load reads each byte once where the new values can wait beside the old ones, which stay as they are if anything is wrong."""
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from checkpoint_tools import TIERS, differing, everything
+from torch import nn
+
+import unwall
+from unwall.checkpoint import block_reading, waiting
+from unwall.checkpoint.in_file import InFile
+from unwall.plans import Plan
+
+WIDTH = 1100
+"""Of three layers: states of three blocks of a file, so that blocks and chunks end in the middle of tensors."""
+
+
+class Layers(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+
+def train(fields, folder, dtype=torch.bfloat16, steps=1, model=None):
+    model = unwall.shard(Layers() if model is None else model, Plan(**fields, disk=folder, compute_dtype=dtype))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    for number in range(steps):
+        torch.manual_seed(number)
+        model(torch.randn(2, WIDTH)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("once")
+    model, optimizer = train(TIERS["host"], folder)
+    return unwall.save(folder / "saved", model, optimizer), everything(model, optimizer)
+
+
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """Of the large reads, by whether they were made."""
+    found = Counter()
+    fetch = InFile.fetch
+
+    def counted(file, offset, nbytes, into):
+        found["bytes"] += nbytes
+        return fetch(file, offset, nbytes, into)
+
+    monkeypatch.setattr(InFile, "fetch", counted)
+    monkeypatch.setattr(waiting, "SLOW_MEMORY", 0)
+    return found
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["resumed", "stepped"])
+@pytest.mark.parametrize("tier", ["device", "host", "disk", "mixed"])
+def test_every_byte_is_read_once(saved, bytes_read, tmp_path, tier, steps):
+    path, expected = saved
+    model, optimizer = train(TIERS[tier], tmp_path, steps=2 * steps)
+    unwall.load(path, model, optimizer)
+    assert differing(expected, everything(model, optimizer)) == []
+    whole = (path / "rank-00000.safetensors").stat().st_size
+    assert 12 * sum(param.numel() for param in model.parameters()) <= bytes_read["bytes"] <= whole + 20_000  # and generators
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_than_those_of_the_save(saved, bytes_read, tmp_path, dtype):
+    path, expected = saved
+    model, optimizer = train(TIERS["host"], tmp_path, dtype, steps=2)
+    unwall.load(path, model, optimizer)
+    assert differing(expected, everything(model, optimizer)) == []
+    assert bytes_read["bytes"] <= (path / "rank-00000.safetensors").stat().st_size + 20_000
+
+
+def test_few_buffers_are_enough(saved, monkeypatch, tmp_path):
+    """Then blocks are read again for chunks that had none."""
+    monkeypatch.setattr(block_reading, "BUFFERS", 1)
+    monkeypatch.setattr(block_reading, "FOR_THE_NEXT", 1)
+    monkeypatch.setattr(block_reading, "CHUNK_ELEMENTS", 1 << 18)
+    path, expected = saved
+    model, optimizer = train(TIERS["disk"], tmp_path, steps=0)
+    unwall.load(path, model, optimizer)
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def states(model):
+    """Also those that no step has touched."""
+    groups = unwall.api.engine(model).groups
+    stores = [store for group in groups for store in (group.param, *group.states.values()) if store is not None]
+    found = {store.label: store.tensor(write=False).clone() for store in stores}
+    return {**found, **{name: value.clone() for name, value in model.state_dict().items()}}
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["resumed", "stepped"])
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_damage_in_the_last_byte_leaves_everything_as_it_was(saved, tmp_path, tier, steps):
+    path, expected = saved
+    model, optimizer = train(TIERS[tier], tmp_path, steps=steps)
+    before, live = states(model), {name: ledger.live_bytes for name, ledger in unwall.api.engine(model).tiers.ledgers.items()}
+    file = path / "rank-00000.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last[0] ^ 1]))
+        opened.flush()
+        with pytest.raises(unwall.CheckpointError, match="does not have its checksum"):
+            unwall.load(path, model, optimizer)
+        opened.seek(-1, os.SEEK_END)
+        opened.write(last)
+    assert differing(before, states(model)) == []
+    ledgers = unwall.api.engine(model).tiers.ledgers
+    assert {name: ledger.live_bytes for name, ledger in ledgers.items()} == live
+    unwall.load(path, model, optimizer)
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def test_no_more_memory_than_the_budget_has(saved, tmp_path):
+    """The shadows of the updates ahead keep theirs, too."""
+    path, expected = saved
+    model, optimizer = train(TIERS["host"], tmp_path, steps=2)
+    ledger = unwall.api.engine(model).tiers.host.ledger
+    ledger.budget_bytes = ledger.live_bytes
+    unwall.load(path, model, optimizer)
+    assert ledger.peak_bytes == ledger.live_bytes
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def test_floats_that_do_not_begin_at_a_multiple_of_their_size(tmp_path):
+    def build():
+        model = Layers()
+        model.register_buffer("odd", torch.arange(3, dtype=torch.uint8))
+        return model
+
+    model, optimizer = train(TIERS["host"], tmp_path, model=build())
+    path, expected = unwall.save(tmp_path / "saved", model, optimizer), everything(model, optimizer)
+    for fields in (TIERS["host"], TIERS["disk"]):
+        fresh, trained = train(fields, tmp_path, steps=0, model=build())
+        unwall.load(path, fresh, trained)
+        assert differing(expected, everything(fresh, trained)) == []
+
+
+def test_memory_that_comes_slowly_is_not_taken(saved, monkeypatch, tmp_path):
+    monkeypatch.setattr(waiting, "SLOW_MEMORY", float("inf"))
+    monkeypatch.setattr(waiting, "TIMED_BYTES", 1)
+    path, expected = saved
+    model, optimizer = train(TIERS["host"], tmp_path, steps=0)
+    ledger = unwall.api.engine(model).tiers.host.ledger
+    before = ledger.live_bytes
+    ledger.reset_peak()
+    unwall.load(path, model, optimizer)
+    largest = max(store.nbytes for group in unwall.api.engine(model).groups for store in group.states.values())
+    assert ledger.peak_bytes - before <= largest
+    assert differing(expected, everything(model, optimizer)) == []

@@ -1,0 +1,44 @@
+"""Blocks that the user has compiled: the values of plain PyTorch wherever the states live, and nothing compiled again."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import unwall
+
+WIDTH = 32
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+
+
+def step(model, optimizer):
+    loss = model(torch.full((2, WIDTH), 0.5)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def compilations():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_no_step_compiles_again(tier, tmp_path):
+    torch._dynamo.reset()
+    plain, model = build(), build()
+    for block in model:
+        block.compile(backend="eager")
+    tiers = {} if tier == "device" else {"params": tier, "optimizer": tier, "device_bytes": "192KiB", "disk": tmp_path}
+    unwall.shard(model, unwall.Plan(compute_dtype=torch.float32, **tiers))
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    before, known = compilations(), []
+    for _ in range(4):
+        assert step(model, optimizer) == pytest.approx(step(plain, reference), rel=1e-5)
+        known.append(compilations())
+    assert before < known[1] == known[-1]
