@@ -17,6 +17,7 @@ from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.parallel.mesh import check_mesh, check_without_mesh, describe, everyone_in, read_mesh, roles_of, sizes_of
+from unwall.parallel.nodes import find_nodes
 from unwall.parallel.peers import Peers
 from unwall.parallel.tensor import parallelize
 from unwall.parallel.values import start_value
@@ -72,6 +73,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     ranks, others = (
         (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
     )
+    plan = find_nodes(plan, ranks, mesh)
     room = smallest(ranks.every(room_on(device.device, plan, paged_bytes(model))))
     number = ranks.rank if others is None or others.everyone is None else others.everyone.rank
     tiers = partial(open_tiers, plan, device, number)

@@ -73,6 +73,13 @@ class Plan:
     gather_dtype: Literal["int8"] | None = None
     """``"int8"``: parameters that compute in 16 bits travel to the other ranks as small integers. All ranks compute with what
     arrives; shards, master and all that is saved stay as they are. See docs/compressed.md."""
+    replica: Literal["node"] | None = None
+    """``"node"``: the ranks of each node keep the parameters once more among them, so that after the first gather of a step
+    further ones (backward, recomputation, more passes) stay inside the node. That takes 1/R of the parameters on each of its R
+    ranks, on the device or, where that has no room, on the host. See docs/compressed.md."""
+    node_ranks: int | None = None
+    """How many ranks of a node share the model. None: as the mesh says that has a dimension ``node``, otherwise as torchrun
+    says it (``LOCAL_WORLD_SIZE``). Packed gradients are summed inside a node before they travel, where nodes are known."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What becomes of the ranks' gradients: their average, or their sum (for a loss that each rank divides by the whole
     batch)."""
@@ -178,6 +185,12 @@ class Plan:
                 f"{packs[0]}={getattr(self, packs[0])!r} is for what computes in 16 bits, but compute_dtype is torch.float32: "
                 "use torch.bfloat16 or torch.float16, or leave it out"
             )
+        if self.replica not in (None, "node"):
+            raise PlanError(f"replica is 'node' or None, got {self.replica!r}")
+        if self.node_ranks is not None and not _is_count(self.node_ranks):
+            raise PlanError(f"node_ranks is a whole number, 1 or more, or None, got {self.node_ranks!r}")
+        if self.replica is not None and self.stage == 0:
+            raise PlanError("replica='node' is for parameters that are gathered, which stage 0 never does: leave it out")
         if self.gather_dtype is not None and self.stage == 0:
             raise PlanError("gather_dtype='int8' is for parameters that are gathered, which stage 0 never does: leave it out")
 

@@ -358,7 +358,6 @@ def test_arguments_of_optimizers():
 @pytest.mark.parametrize(
     ("key", "asks", "off"),
     [
-        ("zero_hpz_partition_size", 8, 1),
         ("ignore_unused_parameters", False, True),
         ("mics_shard_size", 4, -1),
     ],
@@ -374,6 +373,8 @@ def test_features_that_unwall_lacks_count_only_where_they_are_asked_for(key, ask
         ({"zero_quantized_weights": True}, {"gather_dtype": "int8"}),
         ({"zero_quantized_gradients": True}, {"reduce_dtype": "int4"}),
         ({"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}, {"reduce_feedback": True}),
+        ({"zero_hpz_partition_size": 8}, {"replica": "node", "node_ranks": 8}),
+        ({"zero_hpz_partition_size": 1}, {"replica": None, "node_ranks": None}),
         ({"zero_quantized_weights": False, "zero_quantized_gradients": "auto"}, {"gather_dtype": None, "reduce_dtype": None}),
     ],
 )

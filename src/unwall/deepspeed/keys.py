@@ -145,8 +145,7 @@ def _know_zero() -> None:
     feedback = "Plan.reduce_feedback adds what rounding has left to the next gradient, all of it, and never forgets it"
     _know(f"{zero}.zeropp_loco_param", "err_beta reset_T", _NUMBER, missing, feedback, off=None)
     whole = "states are cut over all data-parallel ranks, not over subgroups"
-    second = "there is no second copy of parameters in a node; a mesh with 'dp_replicate' over nodes cuts states in a node"
-    _know(zero, "zero_hpz_partition_size", _COUNT, missing, second, off=1)
+    _know(zero, "zero_hpz_partition_size", _COUNT, needless, "off")
     _know(zero, "mics_shard_size", _ANY, missing, whole, off=-1)
     _know(zero, "mics_hierarchical_params_gather", _BOOL, missing, whole)
 

@@ -133,7 +133,7 @@ def read_reduction(account: Account) -> torch.dtype | None:
 
 
 def read_compression(account: Account, stage: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> dict[str, Any]:
-    """``gather_dtype``, ``reduce_dtype`` and ``reduce_feedback``: what ZeRO++ does on the way between ranks."""
+    """``gather_dtype``, ``reduce_dtype``, ``reduce_feedback``, ``replica``: what ZeRO++ does on the way between ranks."""
     fields: dict[str, Any] = {"reduce_dtype": reduce_dtype}
     weights, gradients = (f"{ZERO_SECTION}.zero_quantized_{name}" for name in ("weights", "gradients"))
     wide = "only what computes in bf16 or fp16 is compressed on its way"
@@ -151,7 +151,19 @@ def read_compression(account: Account, stage: int, dtype: torch.dtype, reduce_dt
         if account.under(f"{ZERO_SECTION}.zeropp_loco_param") and dtype is torch.bfloat16:
             fields["reduce_feedback"] = True
             account.notes.append("zeropp_loco_param: Plan.reduce_feedback=True, which is error feedback as well")
-    return fields
+    return fields | _read_replica(account, stage)
+
+
+def _read_replica(account: Account, stage: int) -> dict[str, Any]:
+    path = f"{ZERO_SECTION}.zero_hpz_partition_size"
+    ranks = account.get(path)
+    if not isinstance(ranks, int) or ranks <= 1:
+        return {}
+    if stage != 3:
+        account.say(path, Outcome.MISSING, f"stage {stage} keeps parameters whole: there is nothing to gather again")
+        return {}
+    account.say(path, Outcome.PLAN, f"Plan.replica='node', node_ranks={ranks}")
+    return {"replica": "node", "node_ranks": ranks}
 
 
 def read_attention(account: Account, config: Any) -> Any:

@@ -122,8 +122,9 @@ class ParamStates(MutableMapping[str, Any]):
         at = 0
         for segment, index in sorted(segments, key=lambda entry: entry[0].start):
             write_master(self._engine.groups[index], segment.shard_start, flat[at : at + segment.numel])
-            self._engine.executor.invalidate(index)
             at += segment.numel
+        for index, _ in self._places:  # on every rank, also one that keeps nothing of it
+            self._engine.executor.invalidate(index)
 
     def _look(self, name: str) -> None:
         """Nothing is under way any more. KeyError for what there is not."""

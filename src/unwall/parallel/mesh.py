@@ -1,6 +1,7 @@
 """What the dimensions of a device mesh mean, by their names."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -14,18 +15,21 @@ DATA = ("dp", "data", "data_parallel", "dp_shard", "fsdp")
 REPLICAS = ("replicate", "ddp")
 TENSOR = ("tp", "tensor", "tensor_parallel", "model", "mp")
 PIPELINE = ("pp", "pipe", "pipeline", "pipeline_parallel")
+NODES = ("node", "nodes")
+"""Of the data-parallel ranks, which lie in several nodes: the dimension after it is inside a node."""
 
 
 def role_of(name: str) -> str:
-    """What a dimension is for: ``data``, ``replicas``, ``tensor`` or ``pipeline``. ValueError where its name does not tell."""
+    """What a dimension is for: ``data``, ``replicas``, ``tensor``, ``pipeline`` or ``nodes``. ValueError where its name
+    does not tell."""
     if any(word in name for word in REPLICAS):
         return "replicas"
-    for role, names in (("data", DATA), ("tensor", TENSOR), ("pipeline", PIPELINE)):
+    for role, names in (("data", DATA), ("tensor", TENSOR), ("pipeline", PIPELINE), ("nodes", NODES)):
         if name in names:
             return role
     raise ValueError(
         f"the mesh has a dimension {name!r}, and its name does not say what it is for. Data-parallel: 'dp' (or 'dp_shard', "
-        "with 'dp_replicate' for replicas), tensor-parallel: 'tp', pipeline-parallel: 'pp'"
+        "with 'dp_replicate' for replicas, or 'node' before it), tensor-parallel: 'tp', pipeline-parallel: 'pp'"
     )
 
 
@@ -52,6 +56,12 @@ def roles_of(mesh: DeviceMesh) -> dict[str, str]:
         listed = [name for name, found in roles.items() if found == role]
         if len(listed) > 1:
             raise ValueError(f"the mesh has several dimensions for {role} ({', '.join(listed)}): flatten them into one")
+    listed = list(roles.values())
+    if "nodes" in listed and listed[listed.index("nodes") + 1 :][:1] != ["data"]:
+        raise ValueError(
+            f"the mesh has the dimensions {', '.join(roles)}: 'node' says on which node data-parallel ranks are, and stands "
+            "right before their own dimension: ('node', 'dp')"
+        )
     replicated = [name for name, role in roles.items() if role == "replicas" and mesh.size(names.index(name)) > 1]
     if replicated and "data" not in roles.values():
         raise ValueError(
@@ -121,8 +131,13 @@ def read_mesh(mesh: DeviceMesh, device: str) -> tuple[Ranks, Others]:
     """The data-parallel ranks, and the others. All ranks of the mesh call it together."""
     roles = roles_of(mesh)
     data, others = Ranks(None, device), Others()
+    nodes = node_sizes(mesh)
     for name, role in roles.items():
+        if role == "nodes":
+            continue  # the ranks of all nodes are data-parallel
         group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group(name)
+        if role == "data" and nodes is not None:
+            group = everyone_in(mesh[nodes.nodes, name]) if mesh.ndim > 2 else everyone_in(mesh)
         if role != "data" and dist.get_world_size(group) == 1:
             continue
         ranks = Ranks(group, device)
@@ -137,6 +152,23 @@ def read_mesh(mesh: DeviceMesh, device: str) -> tuple[Ranks, Others]:
     if others.beyond or others.replicas is not None:
         others.everyone = Ranks(everyone_in(mesh), device)
     return data, others
+
+
+class NodeSizes(NamedTuple):
+    """The dimensions over nodes and inside a node, and how many ranks a node has."""
+
+    nodes: str
+    inside: str
+    per_node: int
+
+
+def node_sizes(mesh: DeviceMesh) -> NodeSizes | None:
+    """What a mesh says of nodes, if it does."""
+    by_role = {role: name for name, role in roles_of(mesh).items()}
+    if "nodes" not in by_role:
+        return None
+    inside = by_role["data"]
+    return NodeSizes(by_role["nodes"], inside, int(mesh.size(names_of(mesh).index(inside))))
 
 
 def everyone_in(mesh: DeviceMesh) -> "dist.ProcessGroup":

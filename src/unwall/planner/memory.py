@@ -10,6 +10,7 @@ from unwall.shards.placement import (
     Sizes,
     chunk_bytes,
     chunk_elements,
+    replica_bytes_on,
     ring_slot_bytes,
     working_bytes,
 )
@@ -21,6 +22,7 @@ LEAN_MOMENT_BYTES = bytes_per_element(adamw_specs(torch.bfloat16, lean=True))
 TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "moments"
 WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
+REPLICAS = "second copies inside the node"
 GATHERED, GRADIENTS_MOVING = "gathered at once", "gradients on their way"
 CHUNKS, RINGS, LOOKED_AT = "chunks under update", "rings between disk and device", "a state looked at"
 SHADOWS = "second places, for updates before the step"
@@ -63,6 +65,7 @@ def _held(size: Sizes, home: Home, passes: int, moment_bytes: int) -> list[tuple
         rows.append((home.grads, WIDENED, size.widening_bytes))
     elif passes > 1 and size.trainable:  # beside the landed gradient
         rows.append(("host", SUMS, size.grad_bytes + size.widening_bytes))
+    rows.append((home.replica, REPLICAS, replica_bytes_on(home.replica, size, home)))
     if home.resident:
         rows.append(("device", PARAMETERS, size.flat_bytes))
     return rows

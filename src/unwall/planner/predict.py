@@ -11,6 +11,7 @@ from unwall.planner.job import Job
 from unwall.planner.memory import Terms, disk_peak_bytes, host_peak_bytes, terms_of
 from unwall.planner.pace import dtype_name, pace_of, update_bytes
 from unwall.planner.simulation.run import Simulation
+from unwall.shards.placement import transit_bytes_of
 from unwall.tiers.ledger import TierName
 
 _DAY_S = 86_400
@@ -77,8 +78,9 @@ def work_of(job: Job) -> StepWork:
         if ranks > 1:
             cut = not size.whole or home.tier == "host"
             gathers = 0 if plan.stage == 0 else fetches if cut and not home.resident else 1
-            reduces = load.passes * (2 if plan.stage == 0 else 1) if size.trainable else 0
-            moved += sent * (gathers * size.flat_bytes + reduces * size.grad_flat_bytes)
+            gathered = gathers * (transit_bytes_of(size, home) or size.flat_bytes)
+            reduced = (size.exchange_bytes or size.grad_flat_bytes) + (size.grad_flat_bytes if plan.stage == 0 else 0)
+            moved += sent * (gathered + load.passes * reduced)
         if home.tier == "device":
             continue
         brought = (1 if home.resident else fetches) * size.shard_bytes

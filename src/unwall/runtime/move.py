@@ -8,7 +8,7 @@ Where a tier refuses what should have fitted (a drive or a card that others have
 """
 
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch.autograd.graph import increment_version
@@ -35,6 +35,8 @@ PATIENCE_SECONDS = 0.5
 @alone
 def move_states(engine: Engine, plan: Plan) -> None:
     """What ``unwall.move`` does. See [Note: moving]."""
+    if isinstance(plan, Plan) and plan.node_ranks is None:  # shard has found out
+        plan = replace(plan, node_ranks=engine.plan.node_ranks)
     engine.forward.forget_interrupted()
     engine.backward.forget_interrupted()
     with engine.executor.prepared("move"):

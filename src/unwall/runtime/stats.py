@@ -26,6 +26,8 @@ class CollectiveStats:
     """Elements of whole groups, padding included: Psi for every parameter once."""
     bytes: int = 0
     """What came from other ranks, in the form it travels in: of a whole group (N - 1) / N."""
+    far_bytes: int = 0
+    """Of these bytes, what came from other nodes. 0 where the plan knows of no nodes."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ class Stats:
         """The counters start anew."""
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
-        traffic = self._engine.ranks.traffic
-        traffic.gathered_bytes = traffic.reduced_bytes = 0
+        self._engine.ranks.traffic.reset()
         executor.trace.mismatches = 0
         self._engine.ranks.control.exchanges = 0
         self._engine.speculation = Speculated()
@@ -85,7 +86,7 @@ def _meters(engine: Engine) -> list[LinkMeter]:
 def read_stats(engine: Engine) -> Stats:
     """What ``unwall.stats`` returns."""
     engine.finish()
-    executor = engine.executor
+    executor, traffic = engine.executor, engine.ranks.traffic
     return Stats(
         tiers={
             name: TierStats(ledger.live_bytes, ledger.peak_bytes, ledger.budget_bytes)
@@ -93,8 +94,8 @@ def read_stats(engine: Engine) -> Stats:
         },
         links={meter.name: meter.read() for meter in _meters(engine) if meter.read().copies},
         collectives={
-            "all_gather": CollectiveStats(executor.gathered_elements, engine.ranks.traffic.gathered_bytes),
-            "reduce_scatter": CollectiveStats(executor.reduced_elements, engine.ranks.traffic.reduced_bytes),
+            "all_gather": CollectiveStats(executor.gathered_elements, traffic.gathered_bytes, traffic.gathered_far_bytes),
+            "reduce_scatter": CollectiveStats(executor.reduced_elements, traffic.reduced_bytes, traffic.reduced_far_bytes),
         },
         control_exchanges=engine.ranks.control.exchanges,
         trace_mismatches=executor.trace.mismatches,

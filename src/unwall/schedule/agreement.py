@@ -41,7 +41,7 @@ import torch
 from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PENDING, STEP, WHOLE, Row
 from unwall.schedule.announcement import fingerprint as fingerprint_of_words
 from unwall.schedule.backend import Acts
-from unwall.schedule.script import GATHER, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
+from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
 from unwall.schedule.standing import Promise, Standing
 from unwall.shards.collectives import Ranks
 from unwall.shards.control import unpack_bits
@@ -75,20 +75,27 @@ class Agreement:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def gather(self, index: int) -> None:
-        """This rank needs a group's parameters."""
+    def gather(self, index: int, near: bool = False) -> None:
+        """This rank needs a group's parameters. ``near``: those of its node are enough; so below."""
         if self._ranks.size == 1:
             self._acts.join_gather(index)
         else:
-            self._take(Op(GATHER, index))
+            self._take(self._gathering(index, near))
 
-    def may_gather_ahead(self, index: int) -> bool:
+    def _gathering(self, index: int, near: bool) -> Op:
+        """A script is followed that has the gather over all ranks next, although one inside the node would do: this once a step
+        was skipped, and the parameters are still those of before."""
+        whole = Op(GATHER, index)
+        follow = self._following() if near else None
+        return Op(NEAR, index) if near and (follow is None or not follow.is_next(whole)) else whole
+
+    def may_gather_ahead(self, index: int, near: bool = False) -> bool:
         """Whether a gather that is not needed yet may begin now. By script: only in its turn.
 
         Without a script it is negotiated, and whoever asks waits for the others. What is not needed yet is asked for by one
         rank sooner than by another (whose update still runs): with ranks of two dimensions they could wait in a circle."""
         follow = self._following()
-        return not (self._crossed and self._ranks.size > 1) if follow is None else follow.is_next(Op(GATHER, index))
+        return not (self._crossed and self._ranks.size > 1) if follow is None else follow.is_next(self._gathering(index, near))
 
     def reduce(self, index: int, bits: tuple[int, ...]) -> None:
         """This rank's gradients of a group are complete; ``bits``: of which parameters."""
@@ -349,8 +356,8 @@ class Agreement:
     def _perform(self, op: Op, present: set[int], wanted: bool) -> None:
         self._performing = op, self._ranks.started
         self._standing.at = op
-        if op.kind == GATHER:
-            self._acts.join_gather(op.group)
+        if op.kind in (GATHER, NEAR):
+            self._acts.join_gather(op.group, near=op.kind == NEAR)
         elif op.kind == REDUCE:
             self._acts.join_reduce(op.group, present, wanted)
         else:

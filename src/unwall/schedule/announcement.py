@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unwall.schedule.script import GATHER, REDUCE, SUM, Op
+from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Op
 
 END_FORWARD, END_BACKWARD, STEP, WHOLE, FAILED = 11, 12, 13, 14, 15
 """Meetings. WHOLE: ``state_dict`` and the like, which all ranks call at once. FAILED: the rank cannot go on with its pass."""
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
     @property
     def op(self) -> Op | None:
-        return Op(self.kind, self.group) if self.kind in (GATHER, REDUCE, SUM) else None
+        return Op(self.kind, self.group) if self.kind in (GATHER, REDUCE, SUM, NEAR) else None
 
     @property
     def point(self) -> tuple[int, ...]:
@@ -57,4 +57,4 @@ def in_words(row: Row, names: Sequence[str], called: str) -> str:
         return called
     if row.kind in _WHAT:
         return _WHAT[row.kind]
-    return f"the {'parameters' if row.kind == GATHER else 'gradients'} of {names[row.group]}"
+    return f"the {'parameters' if row.kind in (GATHER, NEAR) else 'gradients'} of {names[row.group]}"

@@ -49,11 +49,24 @@ class GroupBackend(Protocol):
     def updated_in_place(self) -> bool:
         """The update writes what was gathered: it never is out of date."""
 
+    @property
+    def near(self) -> bool:
+        """A gather inside the node brings it."""
+
+    def outdated(self) -> None:
+        """Its parameters change: what was kept of them elsewhere does not count any more."""
+
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING, after an update that is under way."""
 
+    def begin_near(self) -> None:
+        """The same from the ranks of the node."""
+
     def serve_gather(self) -> None:
         """Takes part in a gather that another rank needs."""
+
+    def serve_near(self) -> None:
+        """The same of a gather inside the node."""
 
     def finish_gather(self) -> None:
         """ARRIVING to RESIDENT."""
@@ -108,7 +121,7 @@ class GradientBackend(Protocol):
 class Acts(Protocol):
     """What an agreement may ask of the executor."""
 
-    def join_gather(self, index: int) -> None: ...
+    def join_gather(self, index: int, near: bool = False) -> None: ...
 
     def join_reduce(self, index: int, present: set[int], contribute: bool) -> None: ...
 
@@ -124,9 +137,9 @@ class Acts(Protocol):
 class AgreementBackend(Protocol):
     """Which collective comes next, as all ranks agree. See [Note: agreement] in schedule/agreement.py."""
 
-    def gather(self, index: int) -> None: ...
+    def gather(self, index: int, near: bool = False) -> None: ...
 
-    def may_gather_ahead(self, index: int) -> bool: ...
+    def may_gather_ahead(self, index: int, near: bool = False) -> bool: ...
 
     def reduce(self, index: int, bits: tuple[int, ...]) -> None: ...
 

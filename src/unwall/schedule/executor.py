@@ -160,6 +160,7 @@ class Executor(Generic[AnyGroup, AnyGradient]):
     def invalidate(self, index: int) -> None:
         """The shards changed: what was gathered of this group is out of date."""
         group = self.groups[index]
+        group.outdated()
         if group.residence is not Residence.ABSENT and not group.updated_in_place:
             self._drop(index)
 
@@ -264,16 +265,16 @@ class Executor(Generic[AnyGroup, AnyGradient]):
         group = self.groups[index]
         if group.residence is Residence.ABSENT:
             self.make_room_before(group.fetch_bytes + group.transit_bytes)
-            self.agreement.gather(index)
+            self.agreement.gather(index, group.near)
         if group.residence is Residence.ARRIVING:
             group.finish_gather()
 
-    def _begin_gather(self, index: int) -> None:
+    def _begin_gather(self, index: int, near: bool) -> None:
         group = self.groups[index]
         self.make_room(group.fetch_bytes + group.transit_bytes, f"parameters of {group.name}")
         if group.fetch_bytes:
             self._fetched.add(index)
-        group.begin_gather()
+        (group.begin_near if near else group.begin_gather)()
         self.gathered_elements += group.gathered_numel if self._ranks > 1 else 0
 
     def _work_ahead(self) -> None:
@@ -291,13 +292,13 @@ class Executor(Generic[AnyGroup, AnyGradient]):
             group = self.groups[index]
             if not may_fetch_ahead(self._ahead.values(), group.gathered_numel, self._largest, LOOK_AHEAD):
                 return
-            if not self.agreement.may_gather_ahead(index):
+            if not self.agreement.may_gather_ahead(index, group.near):
                 return
             if group.undecided or (group.updating and self._ranks == 1):
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             if not self._drop_for(group.fetch_bytes + group.transit_bytes, sooner_than=distance):
                 return
-            self.agreement.gather(index)
+            self.agreement.gather(index, group.near)
             self._ahead[index] = group.gathered_numel
 
     def _next_missing(self) -> tuple[int, int] | None:
@@ -400,13 +401,14 @@ class Executor(Generic[AnyGroup, AnyGradient]):
                 with suppress(DiskError):
                     gradient.clear()
 
-    def join_gather(self, index: int) -> None:
-        """Takes part in a gather, whether this rank needs it or another one."""
+    def join_gather(self, index: int, near: bool = False) -> None:
+        """Takes part in a gather, whether this rank needs it or another one. ``near``: inside the node."""
         with self._taking_part():
-            if self.groups[index].residence is Residence.ABSENT:
-                self._begin_gather(index)
+            group = self.groups[index]
+            if group.residence is Residence.ABSENT and (group.near or not near):
+                self._begin_gather(index, near)
             else:
-                self.groups[index].serve_gather()
+                (group.serve_near if near else group.serve_gather)()
 
     def join_reduce(self, index: int, present: set[int], contribute: bool) -> None:
         """Takes part in a reduction. Without ``contribute`` another rank needs it: this one adds zeros."""

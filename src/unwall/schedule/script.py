@@ -5,8 +5,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-GATHER, REDUCE, SUM = 1, 2, 3
-"""Collectives: of a group's parameters, of its gradients, and the sum of a few numbers (a norm)."""
+GATHER, REDUCE, SUM, NEAR = 1, 2, 3, 4
+"""Collectives: of a group's parameters, of its gradients, and the sum of a few numbers (a norm). NEAR: of a group's parameters,
+inside each node ([Note: replica] in shards/replica.py)."""
 MOST_REPEATS = 8
 """Equal recordings that are asked for at most, after scripts that failed."""
 MOST_ENTRIES = 256

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from weakref import WeakMethod
 
 from unwall.schedule.announcement import FAILED, SPOILT, TOLD, Row, fingerprint, in_words
-from unwall.schedule.script import GATHER, REDUCE, Op
+from unwall.schedule.script import GATHER, NEAR, REDUCE, Op
 from unwall.shards.collectives import Ranks
 from unwall.shards.control import DivergedError, Exchange, PeerError
 from unwall.shards.feign import Feigned
@@ -154,6 +154,8 @@ class Standing:
         for op, begun in self._promised():
             if op.kind == GATHER:
                 self._feigned.gather(op.group, begun)
+            elif op.kind == NEAR:
+                self._feigned.gather_near(op.group, begun)
             elif op.kind == REDUCE:
                 self._feigned.reduce(op.group, begun)
                 flags |= SPOILT

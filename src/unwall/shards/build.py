@@ -1,7 +1,7 @@
 """From a module to groups: what each parameter computes in, what fits, and moving the values into shards."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,17 +37,22 @@ from unwall.tiers.tiers import Tiers
 
 def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> list[Sizes]:
     """What each group takes on one rank."""
+    known: dict[tuple[int, Hashable, bool, int], Sizes] = {}  # blocks are alike, and there may be hundreds
     found = []
     for unit, layout in planned:
         kind = unit.entries[0].kind
-        assert isinstance(kind, Kind)
-        states = 0
-        if kind.trainable or kind.exact or layout.dtype is torch.float16:
-            states = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
-        if kind.trainable:
-            states += bytes_per_element(adamw_specs(layout.dtype, plan.lean))
-        size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
-        found.append(replace(size, at_once_bytes=sum(planned[index][1].flat_bytes for index in unit.at_once)))
+        at_once = sum(planned[index][1].flat_bytes for index in unit.at_once)
+        key = layout.padded_numel, kind, unit.several, at_once
+        if key not in known:
+            assert isinstance(kind, Kind)
+            states = 0
+            if kind.trainable or kind.exact or layout.dtype is torch.float16:
+                states = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
+            if kind.trainable:
+                states += bytes_per_element(adamw_specs(layout.dtype, plan.lean))
+            size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
+            known[key] = replace(size, at_once_bytes=at_once)
+        found.append(known[key])
     return found
 
 
@@ -60,13 +65,18 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
     packs = world_size > 1 and travels_packed(layout.dtype)
     exchanged = packed_bytes(layout.padded_numel, plan.reduce_bits) if packs and trainable and plan.reduce_bits else 0
     kept = layout.padded_numel if plan.stage < 2 else layout.shard_numel
+    nodes = plan.node_ranks is not None and 1 < plan.node_ranks < world_size
+    per_node = plan.node_ranks if nodes and plan.node_ranks is not None else 1
+    two_hops = exchanged > 0 and nodes and not plan.reduce_feedback
+    exchanged = exchanged // per_node if two_hops else exchanged
+    in_node = layout.padded_numel // per_node * grad_item if two_hops else 0  # what its ranks' gradients are summed to first
     return Sizes(
         shard_bytes=owned * layout.dtype.itemsize,
         flat_bytes=layout.flat_bytes,
         state_bytes=owned * state_bytes,
         grad_bytes=kept * grad_item if trainable else 0,
         grad_flat_bytes=layout.padded_numel * grad_item if trainable else 0,
-        grad_part_bytes=reduced * grad_item + 2 * exchanged if trainable and world_size > 1 else 0,
+        grad_part_bytes=reduced * grad_item + 2 * exchanged + in_node if trainable and world_size > 1 else 0,
         widening_bytes=owned * max(0, 4 - grad_item) if trainable else 0,
         whole=plan.stage < 3 or world_size == 1,
         trainable=trainable,
@@ -75,6 +85,7 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
         transit_bytes=packed_bytes(layout.padded_numel, plan.gather_bits) if packs and plan.gather_bits else 0,
         exchange_bytes=exchanged,
         residual_bytes=layout.padded_numel * grad_item if packs and trainable and plan.reduce_feedback else 0,
+        replica_bytes=layout.flat_bytes // per_node if nodes and plan.replica and plan.stage > 0 else 0,
     )
 
 
@@ -183,6 +194,7 @@ def _make_all(
             cut=plan.stage == 3 and ranks.size > 1,
             own_all=plan.stage == 0 or ranks.size == 1,
             gather_bits=plan.gather_bits,
+            replicated=plan.replica is not None,
         )
         _fill(group, unit, values, taken, plan.lean)
         staging.close()

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from unwall.shards import default_hooks
 from unwall.shards.control import Control, all_gather_flat
+from unwall.shards.nodes import Nodes, forget_groups, groups_of
 from unwall.shards.watch import Watch
 from unwall.tiers.meter import LinkMeter
 
@@ -27,6 +28,13 @@ class Traffic:
     """Parameters of groups."""
     reduced_bytes: int = 0
     """Gradients of groups."""
+    gathered_far_bytes: int = 0
+    """Of the parameters, what came from other nodes, where the plan knows of nodes."""
+    reduced_far_bytes: int = 0
+    """The same of the gradients."""
+
+    def reset(self) -> None:
+        self.gathered_bytes = self.reduced_bytes = self.gathered_far_bytes = self.reduced_far_bytes = 0
 
 
 class Ranks:
@@ -35,8 +43,10 @@ class Ranks:
     Every data collective returns the work in flight; its ``wait`` orders the device (NCCL) or blocks (gloo).
     """
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None, device: str = "cpu") -> None:
+    def __init__(self, group: "dist.ProcessGroup | None" = None, device: str = "cpu", part_of: "Ranks | None" = None) -> None:
+        """``part_of``: the ranks that these are some of. What they do together counts as theirs."""
         self._group = group
+        self._part_of = part_of
         self._backend: Any = None
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -48,23 +58,40 @@ class Ranks:
         if group is not None and self.size > 1:
             self._backend = group._get_backend(torch.device(device))
             self._on_host = "gloo" in str(self._backend.name()).lower()
-        self.control = _control(group, self._backend, self.rank, self.size)
+        self.control: Control = _control(group, self._backend, self.rank, self.size) if part_of is None else part_of.control
         self.started = 0
         """Collectives of data that were begun."""
         self.traffic = Traffic()
         self.steps = 0
         """Steps of the optimizer since training began. What is random in sums (stochastic rounding) depends on it."""
+        self.nodes: Nodes | None = None
+        """Where the ranks are, if that matters. See [Note: nodes] in shards/nodes.py."""
         if not self._on_host:
             self.control.watch.stuck.add(self)
         _live.add(self)
 
     def let_go(self) -> None:
         """Keeps the process groups no longer. Where the ranks could not go on, works in flight would hold up the end."""
+        for part in () if self.nodes is None else (self.nodes.inside, self.nodes.across):
+            part.let_go()  # while the control group still says whether they could
         if self.size > 1 and self._group is not None and self.control.watch.end:
             with contextlib.suppress(RuntimeError):
                 self._backend.abort()
         self._group = self._backend = None
-        self.control.let_go()
+        if self._part_of is None:
+            self.control.let_go()
+
+    @property
+    def group(self) -> "dist.ProcessGroup":
+        assert self._group is not None
+        return self._group
+
+    def know_nodes(self, per_node: int, made: "tuple[dist.ProcessGroup, dist.ProcessGroup] | None" = None) -> None:
+        """From now on these ranks are on nodes with ``per_node`` of them each. All ranks call it together. ``made``: process
+        groups inside a node and across nodes, where there are some already."""
+        if 1 < per_node < self.size:
+            inside, across = groups_of(self, per_node) if made is None else made
+            self.nodes = Nodes(Ranks(inside, self.device.type, self), Ranks(across, self.device.type, self))
 
     def give_up(self) -> None:
         """The ranks cannot go on: a collective that the device waits in would never end, nor would whoever waits for that."""
@@ -84,6 +111,10 @@ class Ranks:
     def from_others(self, nbytes: int) -> int:
         """What of ``nbytes`` that all ranks have in equal parts comes to this one."""
         return nbytes // self.size * (self.size - 1)
+
+    def from_far(self, nbytes: int) -> int:
+        """What of it comes from other nodes."""
+        return 0 if self.nodes is None else nbytes // self.size * (self.size - self.nodes.per_node)
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``. ``then`` is called when it
@@ -118,8 +149,9 @@ class Ranks:
         return self._begun(work, (whole, parts), "reduce-scatter", add)
 
     def _begun(self, work: Any, keep: tuple[torch.Tensor, ...], label: str, then: Any = None) -> "Collective":
-        self.started += 1
-        return Collective(work, keep, then, meter=self.meter, label=label, control=self.control, blocks=self._on_host)
+        owner = self if self._part_of is None else self._part_of
+        owner.started += 1
+        return Collective(work, keep, then, meter=owner.meter, label=label, control=self.control, blocks=self._on_host)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a small tensor over the ranks, added in rank order: the same bits on each."""
@@ -171,6 +203,7 @@ def _let_go_of_groups() -> None:
     for ranks in list(_live):
         ranks.let_go()
     _controls.clear()
+    forget_groups()
 
 
 def _control(group: "dist.ProcessGroup | None", backend: Any, rank: int, size: int) -> Control:

@@ -31,15 +31,18 @@ class Feigned:
             part, whole, dtype = group.travels
             self._gather(part, whole, dtype)
 
+    def gather_near(self, index: int, skip: int = 0) -> None:
+        """The same inside the node."""
+        group = self._groups[index]
+        if group.replica is not None and not skip:
+            part_numel, whole_numel = group.replica.travels
+            whole, part = self._memory(whole_numel, part_numel, group.layout.dtype)
+            self._works.append(group.replica.feign(whole, part))
+
     def reduce(self, index: int, skip: int = 0) -> None:
         """A group's gradients."""
-        layout, reducer = self._groups[index].layout, self._gradients[index].reducer
-        if not skip:
-            part_numel, whole_numel, dtype = reducer.travels
-            whole, part = self._memory(whole_numel, part_numel, dtype)
-            self._works.append(reducer.exchange(part, whole))
-        if reducer.everywhere and skip < 2:
-            self._gather(layout.shard_numel, layout.padded_numel, reducer.dtype)
+        for begin in self._gradients[index].reducer.collectives(self._memory)[skip:]:
+            self._works.append(begin())
 
     def end(self) -> None:
         """All ranks have come to all of them."""

@@ -32,6 +32,7 @@ from unwall.shards.layout import Segment
 from unwall.shards.packed_reduce import PackedReducer
 from unwall.shards.reduce import Reducer, Reduction
 from unwall.shards.store import Store
+from unwall.shards.two_hops import TwoHopReducer
 from unwall.tiers.ticket import Ticket, hold_back
 from unwall.tiers.tiers import Tiers
 
@@ -81,7 +82,10 @@ class Gradient:
         self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
         if bits is not None and ranks.size > 1 and travels_packed(dtype):
             codec = Codec(bits, lambda: group.pool)
-            self._reducer = PackedReducer(group, tiers.device, ranks, dtype, everywhere, mean, codec=codec, feedback=feedback)
+            common = (group, tiers.device, ranks, dtype, everywhere, mean)
+            self._reducer = PackedReducer(*common, codec=codec, feedback=feedback)
+            if ranks.nodes is not None and not feedback:
+                self._reducer = TwoHopReducer(*common, codec=codec, nodes=ranks.nodes)
         self._reduction: Reduction | None = None
         """What is under way. None when IDLE."""
         self._before: set[int] | None = None

@@ -27,6 +27,7 @@ from unwall.shards.flat import FlatBuffer
 from unwall.shards.layout import Layout, Segment
 from unwall.shards.packed_gather import PackedGather
 from unwall.shards.placement import Home
+from unwall.shards.replica import Replica
 from unwall.shards.states import GROUP, StateKey, StateSpec
 from unwall.shards.store import Pending, Staging, Store
 from unwall.tiers.block import Region
@@ -66,6 +67,7 @@ class Group:
         cut: bool,
         own_all: bool,
         gather_bits: int | None = None,
+        replicated: bool = False,
     ) -> None:
         self.index = index
         self.name = name
@@ -91,6 +93,9 @@ class Group:
         self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
         self._cut, self._own_all = cut, own_all
         self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
+        self._replicated = replicated and ranks.nodes is not None
+        self.replica: Replica | None = None
+        """A second copy inside the node, if the plan wants one. See [Note: replica] in shards/replica.py."""
         self.live_at(home)
         self._whole = [slot.whole for slot in layout.slots]
         placeholder = _placeholder(layout.dtype, tiers.device.device)
@@ -105,6 +110,8 @@ class Group:
         buffer = FlatBuffer(self._tiers.device, self.layout, self.name, evictable)
         if not flat_is_home:
             param = Store(self._tiers, self.pending, home.params, self.own_numel, self.layout.dtype, label, pinned=True)
+        self._gathers = self._ranks.size > 1 and not (home.tier == "host" and self._own_all)
+        replica = self._new_replica(home) if self._replicated and self._gathers and evictable else None
         if value is not None:
             own = buffer.tensor.narrow(0, self.own_start, self.own_numel) if param is None else param.tensor()
             own.copy_(value)
@@ -114,10 +121,16 @@ class Group:
         """The owned run of the parameters, where it has a place of its own."""
         self.flat_is_home = flat_is_home
         """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
-        self._gathers = self._ranks.size > 1 and not (home.tier == "host" and self._own_all)
+        if self.replica is not None:
+            self.replica.free()
+        self.replica = replica
         packs = self._gathers and not flat_is_home and self._gather_bits is not None
         self.packed = self._packed_gather() if packs else None
         """How parameters travel, where it is not as they are. See [Note: packed gathers] in shards/packed_gather.py."""
+
+    def _new_replica(self, home: Home) -> Replica:
+        assert self._ranks.nodes is not None
+        return Replica(self._tiers, home.replica, self.layout, self._ranks.nodes.inside, self.name)
 
     def _packed_gather(self) -> PackedGather:
         codec, label = Codec(self._gather_bits or 8, lambda: self.pool), f"parameters of {self.name} on their way"
@@ -182,6 +195,16 @@ class Group:
         """The update writes the flat buffer itself: what is gathered never is out of date."""
         return self.flat_is_home and self.own_numel == self.layout.padded_numel
 
+    @property
+    def near(self) -> bool:
+        """A gather inside the node brings what the parameters are now."""
+        return self.replica is not None and self.replica.counts(self.generation)
+
+    def outdated(self) -> None:
+        """The parameters change. The replica does not count any more."""
+        if self.replica is not None:
+            self.replica.outdated()
+
     def begin_gather(self) -> None:
         """ABSENT to ARRIVING: takes memory (BudgetError when there is none) and starts the all-gather."""
         self._expect(Residence.ABSENT)
@@ -195,6 +218,33 @@ class Group:
             self._give_up()
             raise
 
+    def begin_near(self) -> None:
+        """The same from the ranks of the node, which hold the values of before an update that is under way."""
+        self._expect(Residence.ABSENT)
+        assert self.replica is not None
+        self.pending.staging.close()
+        self.buffer.fill()
+        self.residence = Residence.ARRIVING
+        try:
+            with torch.no_grad(), _quietly(self.flat):
+                self._copying = self.replica.begin_bring(self.buffer)
+                if self._copying is not None:
+                    self.buffer.hold(self._copying)
+                self._await_copy()
+                self._gathering = self.replica.gather(self.buffer)
+                self.buffer.hold(self._gathering)
+                self._ranks.traffic.gathered_bytes += self.replica.incoming_bytes
+        except BaseException:
+            self._give_up()
+            raise
+
+    def serve_near(self) -> None:
+        """Takes part in a gather inside the node that another rank needs. What this rank holds keeps its values."""
+        assert self.replica is not None
+        self._await_arrival()  # which may be what fills the replica
+        self.replica.serve()
+        self._ranks.traffic.gathered_bytes += self.replica.incoming_bytes
+
     def _start_filling(self) -> None:
         with torch.no_grad(), _quietly(self.flat):
             if self.home.tier == "host":
@@ -207,6 +257,8 @@ class Group:
                 self._await_copy()  # the gather reads what is being copied
                 self._gathering = self._gather(self.flat)
                 self.buffer.hold(self._gathering)
+                if self.replica is not None:
+                    self.replica.await_gather(self.generation)
 
     def serve_gather(self) -> None:
         """Takes part in a gather that another rank needs. What this rank holds keeps its values."""
@@ -217,11 +269,16 @@ class Group:
             return
         self._await_copy()
         self._gather(None).wait()
+        if self.replica is not None:
+            self.replica.await_gather(self.generation)
+            if self.residence is Residence.RESIDENT:
+                self.replica.fill(self.buffer)
 
     def _gather(self, into: torch.Tensor | None) -> Collective:
         """Everybody's part, on its way ``into`` the flat buffer, or to nowhere."""
         _, numel, dtype = self.travels
         self._ranks.traffic.gathered_bytes += self._ranks.from_others(numel * dtype.itemsize)
+        self._ranks.traffic.gathered_far_bytes += self._ranks.from_far(numel * dtype.itemsize)
         if self.packed is not None:
             return self.packed.begin(into, self._gather_source())
         return self._ranks.all_gather(torch.empty_like(self.flat) if into is None else into, self._gather_source())
@@ -250,6 +307,8 @@ class Group:
         self._await_arrival()
         self.close()
         self.detach()
+        if self.replica is not None:
+            self.replica.let_go()
         self.buffer.empty()
 
     def _await_arrival(self) -> None:
@@ -258,6 +317,8 @@ class Group:
             self._gathering.wait()
             self._gathering = None
         self.buffer.settled()
+        if self.replica is not None:
+            self.replica.fill(self.buffer)
 
     def _await_copy(self) -> None:
         """What is queued from now on comes after the copy. On an accelerator a stream waits, not this thread."""
@@ -275,6 +336,7 @@ class Group:
     def _give_up(self) -> None:
         """A fetch failed: ABSENT, so that the next use tries again."""
         self._copying = self._gathering = None
+        self.outdated()
         if self.residence is not Residence.ABSENT:
             self.detach()
             self.buffer.empty()

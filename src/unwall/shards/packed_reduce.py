@@ -11,6 +11,7 @@ With ``Plan.reduce_feedback`` a rank keeps what the rounding has left and adds i
 whole gradient, whatever the stage. Only parameters with a gradient take part: the others send zeros, and keep what they have.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from unwall.shards.accumulate import Accumulator
 from unwall.shards.collectives import Collective
 from unwall.shards.compress import Codec, seed_of
-from unwall.shards.reduce import Reducer, Reduction
+from unwall.shards.reduce import Memory, Reducer, Reduction
 from unwall.tiers.block import MemoryBlock
 
 
@@ -64,12 +65,12 @@ class PackedReducer(Reducer):
         """What is sent to all ranks, and what comes from all of them."""
         return self.codec.packed_bytes(self.group.layout.shard_numel) * self.ranks.size
 
-    @property
-    def travels(self) -> tuple[int, int, torch.dtype]:
-        return self._packed_bytes, self._packed_bytes, torch.uint8
+    def collectives(self, memory: Memory) -> list[Callable[[], Collective]]:
+        def exchange() -> Collective:
+            whole, part = memory(self._packed_bytes, self._packed_bytes, torch.uint8)
+            return self.ranks.exchange(part, whole)
 
-    def exchange(self, part: torch.Tensor, whole: torch.Tensor) -> Collective:
-        return self.ranks.exchange(part, whole)
+        return [exchange, *self._gathering(memory)]
 
     def forgotten(self) -> None:
         self.rounds.number = 0

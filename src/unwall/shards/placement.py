@@ -8,7 +8,7 @@ gradients of all groups first, then to optimizer state, and the device takes who
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unwall.plans import Plan
 from unwall.tiers.ledger import TierName
@@ -54,6 +54,8 @@ class Sizes:
     """The same for the whole gradient. It is part of ``grad_part_bytes``, once as it is sent and once as it is received."""
     residual_bytes: int = 0
     """What is kept on the device of the gradient that rounding took from what was sent."""
+    replica_bytes: int = 0
+    """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Home:
     """Where the gradient waits for the update."""
     resident: bool = False
     """Updated on the host, but the gathered parameters are never dropped from the device."""
+    replica: TierName = "host"
+    """Where a second copy inside the node lies, if there is one."""
 
     @property
     def tier(self) -> TierName:
@@ -88,14 +92,22 @@ LADDER = (DEVICE, HOST, SPILLED, DISK)
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
     """What a group holds on the device at most between passes: its gradient may have grown by adding up."""
+    kept = sizes.residual_bytes + replica_bytes_on("device", sizes, home)
     if home.tier == "device":
         held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
-        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes + sizes.residual_bytes
-    return sizes.residual_bytes + (sizes.flat_bytes if home.resident else 0)
+        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes + kept
+    return kept + (sizes.flat_bytes if home.resident else 0)
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
-    return _on("host", sizes, home) + (sizes.sum_bytes if home.grads == "host" else 0)
+    held = _on("host", sizes, home) + replica_bytes_on("host", sizes, home)
+    return held + (sizes.sum_bytes if home.grads == "host" else 0)
+
+
+def replica_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
+    """What a second copy inside the node takes on a tier. There is none of what is never dropped from the device."""
+    stays = home.resident or (home.params == "device" and sizes.whole)
+    return 0 if stays or home.replica != tier else sizes.replica_bytes
 
 
 def disk_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -182,11 +194,21 @@ def place(
     The first groups of the model go to the device: they are needed first, while the host still updates the rest. What does
     not fit anywhere gets its slowest home all the same; ``check_fit`` in build.py says what is missing.
     """
-    ladders = [_ladder(size, plan) for size in sizes]
+    trained, frozen = _ladder(True, plan), _ladder(False, plan)
+    ladders = [trained if size.trainable else frozen for size in sizes]
     homes = [ladder[-1] for ladder in ladders]
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
+    return _near_replicas(sizes, homes, device_budget_bytes)
+
+
+def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int | None) -> list[Home]:
+    """The second copies of groups that live on the device lie there, too, as far as there is room."""
+    for index, (size, home) in enumerate(zip(sizes, homes, strict=True)):
+        if home.tier == "device" and replica_bytes_on("host", size, home):
+            trial = [*homes[:index], replace(home, replica="device"), *homes[index + 1 :]]
+            homes = trial if _fits_device(sizes, trial, budget_bytes) else homes
     return homes
 
 
@@ -197,7 +219,8 @@ def _climb_together(
 
     All at once comes first, because the disk's buffers go when its last group does: looking at one group at a time, a host
     that can hold everything would seem too small."""
-    limits = [ladder if home == DEVICE else _at_most(ladder, goal) for ladder, home in zip(ladders, homes, strict=True)]
+    below = {key: _at_most(ladder, goal) for key, ladder in {id(ladder): ladder for ladder in ladders}.items()}
+    limits = [ladder if home == DEVICE else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
     if _fits_host(sizes, everyone, budget_bytes):
         return everyone
@@ -242,10 +265,10 @@ def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:
     return kept or list(ladder[-1:])
 
 
-def _ladder(size: Sizes, plan: Plan) -> list[Home]:
+def _ladder(trainable: bool, plan: Plan) -> list[Home]:
     """The homes that the plan allows a group, the fastest first. One entry: the plan leaves no choice."""
     params, states, grads = plan.params, plan.optimizer, plan.grads
-    if not size.trainable:
+    if not trainable:
         states, grads = params, "auto"
     elif states == "auto" and params != "auto":
         states = params  # they live together unless told otherwise

@@ -4,6 +4,7 @@ Each rank sends its flat buffer and gets the average of its shard; at stage 0 th
 has all of it. A rank that only serves another's wish sends zeros. A rank alone has its average at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,9 @@ from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.group import Group
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.device import DeviceTier
+
+Memory = Callable[[int, int, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+"""Gives memory for what all ranks have and for one rank's part, by their elements."""
 
 
 class Reduction:
@@ -82,14 +86,21 @@ class Reducer:
         numel = layout.shard_numel + (layout.padded_numel if self.everywhere else 0)
         return 0 if self.ranks.size == 1 else numel * self.dtype.itemsize
 
-    @property
-    def travels(self) -> tuple[int, int, torch.dtype]:
-        """What ``exchange`` takes of either: elements and dtype."""
-        return self.group.layout.shard_numel, self.group.layout.padded_numel, self.dtype
+    def collectives(self, memory: Memory) -> list[Callable[[], Collective]]:
+        """What a reduction consists of, in its order, to be called with values that mean nothing (shards/feign.py)."""
 
-    def exchange(self, part: torch.Tensor, whole: torch.Tensor) -> Collective:
-        """The collective that a reduction begins with."""
-        return self.ranks.reduce_scatter(part, whole)
+        def scatter() -> Collective:
+            whole, part = memory(self.group.layout.padded_numel, self.group.layout.shard_numel, self.dtype)
+            return self.ranks.reduce_scatter(part, whole)
+
+        return [scatter, *self._gathering(memory)]
+
+    def _gathering(self, memory: Memory) -> list[Callable[[], Collective]]:
+        def gather() -> Collective:
+            whole, part = memory(self.group.layout.padded_numel, self.group.layout.shard_numel, self.dtype)
+            return self.ranks.all_gather(whole, part)
+
+        return [gather] if self.everywhere else []
 
     def forgotten(self) -> None:
         """The gradients since the step were forgotten."""
@@ -129,7 +140,7 @@ class Reducer:
             sent.view(self.dtype).div_(self.ranks.size)  # before the sum: fp16 overflows early
         reduction.divisor = 1 if halves or not self.mean else self.ranks.size
         try:
-            reduction.work = self.exchange(incoming.view(self.dtype), sent.view(self.dtype))
+            reduction.work = self.ranks.reduce_scatter(incoming.view(self.dtype), sent.view(self.dtype))
             self._count(sent.nbytes)
             if whole is not None:  # here, not when it is waited for: every rank must call collectives in the same order
                 self._gather(reduction, whole)
@@ -150,6 +161,7 @@ class Reducer:
 
     def _count(self, whole_bytes: int) -> None:
         self.ranks.traffic.reduced_bytes += self.ranks.from_others(whole_bytes)
+        self.ranks.traffic.reduced_far_bytes += self.ranks.from_far(whole_bytes)
 
     def _allocate(self, numel: int, taken: list[MemoryBlock]) -> MemoryBlock:
         taken.append(self.device.allocate(numel * self.dtype.itemsize, f"gradients of {self.group.name}"))

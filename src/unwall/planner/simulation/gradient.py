@@ -74,7 +74,10 @@ class SimulatedGradient:
         self.pending = set()
         self._reducing = True
         # Each finished gradient was copied into the flat buffer: read once, written once.
-        after = rank.compute(2 * size.grad_flat_bytes / rank.pace.device_memory_bytes_per_s)
+        seconds = 2 * size.grad_flat_bytes / rank.pace.device_memory_bytes_per_s
+        if size.exchange_bytes:
+            seconds += rank.pace.packing_s(self.group.gathered_numel, self.group.gathered_numel)
+        after = rank.compute(seconds)
         if not rank.alone:
             rank.ledger.reserve(size.grad_part_bytes, self._label)
             seconds = rank.collective_s(size.exchange_bytes or size.grad_flat_bytes)

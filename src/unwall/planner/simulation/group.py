@@ -4,7 +4,7 @@ from unwall.planner.pace import DISK_READ, FETCH, GATHER
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
 from unwall.shards.group import Residence
-from unwall.shards.placement import RING_SLOT_BYTES, transit_bytes_of
+from unwall.shards.placement import RING_SLOT_BYTES, replica_bytes_on, transit_bytes_of
 
 
 class SimulatedGroup:
@@ -32,7 +32,7 @@ class SimulatedGroup:
 
     def _fixed_bytes(self) -> int:
         """Device memory that is held all the time."""
-        kept = self.size.residual_bytes
+        kept = self.size.residual_bytes + replica_bytes_on("device", self.size, self.home)
         if self.home.tier == "device":
             return kept + (self.size.flat_bytes if self.size.whole else self.size.shard_bytes) + self.size.state_bytes
         return kept + (self.size.flat_bytes if self.home.resident else 0)
@@ -61,6 +61,8 @@ class SimulatedGroup:
             arrival = self._bring(arrival)
         if self._gathers:
             moved_bytes = self.transit_bytes or self.size.flat_bytes
+            if self.transit_bytes:
+                arrival = rank.compute(rank.pace.packing_s(self.gathered_numel / rank.job.ranks, 0), [arrival])
             arrival = rank.submit(GATHER, rank.collective_s(moved_bytes), [arrival], f"gather {self.index}")
             rank.ledger.reserve(self.transit_bytes, f"parameters of {self.name} on their way")
         self.arrival = arrival
@@ -78,11 +80,22 @@ class SimulatedGroup:
         rank.submit(FETCH, (nbytes - last) / rate, [after], "fetch")
         return rank.submit(FETCH, last / rate, [read], "fetch the last chunk")
 
+    near = False
+    """Second copies inside nodes are counted, but not their time: the planner knows one speed between ranks."""
+
+    def outdated(self) -> None: ...
+
+    begin_near = begin_gather
+
+    def serve_near(self) -> None: ...
+
     def serve_gather(self) -> None:
         """Ranks that are alike want a group at the same time: this one has it, so no other needs it."""
 
     def finish_gather(self) -> None:
         self._arrived()
+        if self.transit_bytes and self._gathers:
+            self.arrival = self._rank.compute(self._rank.pace.packing_s(0, self.gathered_numel), [self.arrival])
         self.residence = Residence.RESIDENT
 
     def _arrived(self) -> None:

@@ -54,10 +54,10 @@ class RanksAlike:
     def __init__(self, acts: Acts) -> None:
         self._acts = acts
 
-    def gather(self, index: int) -> None:
+    def gather(self, index: int, near: bool = False) -> None:  # noqa: ARG002 (the protocol's signature)
         self._acts.join_gather(index)
 
-    def may_gather_ahead(self, index: int) -> bool:  # noqa: ARG002 (the protocol's signature)
+    def may_gather_ahead(self, index: int, near: bool = False) -> bool:  # noqa: ARG002
         return True
 
     def reduce(self, index: int, bits: tuple[int, ...]) -> None:
