@@ -96,7 +96,7 @@ def _cores() -> dict[str, Part]:
     host = Training(
         shape="50m", seq=64, plan=_HOST | {"device_bytes": "72MiB", "host_bytes": "2GiB"}, batches=(1,), link_bytes_per_s=_RATE
     )
-    full = replace(host, plan=_HOST | {"device_bytes": "72MiB", "host_bytes": "840MiB"})
+    full = replace(host, plan=_HOST | {"device_bytes": "72MiB", "host_bytes": "680MiB"})
     disk = replace(
         host,
         plan=_DISK | {"device_bytes": "72MiB", "host_bytes": "512MiB", "disk_bytes": "4GiB"},

@@ -28,15 +28,16 @@ from unwall.tiers.sizes import parse_bytes
 HEAD = """\
 # What each technique is worth
 
-Written by `python -m bench.ablation --report ... --docs docs/ablation.md`; do not edit. Only what was measured is shown.
+Written by `python -m bench.ablation --report ... --docs docs/ablation.md`; do not edit. Only what was measured is
+shown.
 
-In each part a model trains with everything on, then with one technique off; ratios are against the first row of the part,
-in the same run. The workload is the suite's ([benchmarks](benchmarks.md)): clipping is on and does not become active, and
-times are medians over the timed steps. Which bandwidths 90% efficiency needs at 10B, 100B and 1T parameters:
-[what hardware is needed](hardware.md).
+In each part a model trains with everything on, then with one technique off; ratios are against the first row of the
+part, in the same run. The workload is the suite's ([benchmarks](benchmarks.md)): clipping is on and does not become
+active, and times are medians over the timed steps. Which bandwidths 90% efficiency needs at 10B, 100B and 1T
+parameters: [what hardware is needed](hardware.md).
 
-- *overlap off*: every copy, disk request and collective is waited for where it is asked for; the update runs at the step,
-  and the step waits for it.
+- *overlap off*: every copy, disk request and collective is waited for where it is asked for; the update runs at the
+  step, and the step waits for it.
 - *prefetch off*: a group is fetched when it is used. *look-ahead 1*: one group ahead instead of two.
 - *speculation off*: nothing is updated before its step, `AdamW(speculate=False)`. *journal*:
   `AdamW(speculate="journal")`, *journal off*: without, where the host has no room for a second place of the states.
@@ -45,9 +46,13 @@ times are medians over the timed steps. Which bandwidths 90% efficiency needs at
   `tiles=1`.
 - *broadcast from an owner*: one rank moves all of a group from its host and broadcasts it.
 
-The largest model is the deepest one of the same width that fits the same budgets, by the engine's own placement (for long
-samples with the planner's activations, in the memory that the part names). Nobody trained it.
+The largest model is the deepest one of the same width that fits the same budgets, by the engine's own placement (for
+long samples with the planner's activations, in the memory that the part names). Nobody trained it.
 """
+
+NOTHING = """\
+Nothing was measured yet. `python -m bench.ablation --size h200 --out bench/results/ablation/h200.json` measures a card
+(`--size cores` a machine without one), and the command above makes this page of it."""
 
 
 def fits(layers: int, training: Training) -> bool:
@@ -124,7 +129,7 @@ def add_largest(result: dict[str, Any]) -> None:
             if row["process"] not in known:
                 known[row["process"]] = _with_switch(training)
             params = known[row["process"]]
-            row["largest"] = "" if params is None else f"{params / 1e9:.3g}B"
+            row["largest"] = "" if params is None else f"{params / 1e9:.3g}B" if params else "none"
 
 
 def _with_switch(training: Training) -> int | None:
@@ -208,4 +213,5 @@ def write(page: Path, files: Sequence[Path]) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
         results.append(result)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(HEAD + "\n" + "\n".join(section(result) for result in results).rstrip() + "\n")
+    found = "\n".join(section(result) for result in results).rstrip() or NOTHING
+    page.write_text(f"{HEAD}\n{found}\n")

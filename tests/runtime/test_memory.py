@@ -1,7 +1,8 @@
 """What a rank holds and sends, against the formulas of ZeRO, by the engine's own count and by the process's memory."""
 
+import functools
 import gc
-from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -46,8 +47,21 @@ def backward(model, plan):
     model(torch.randn(2, WIDTH, dtype=plan.compute_dtype)).float().square().mean().backward()
 
 
+class Measured(NamedTuple):
+    """Of one rank, in its third iteration: by then the engine knows the order of the layers."""
+
+    held: int
+    """Live bytes with gradients."""
+    idle: int
+    """And without."""
+    peak: int
+    gathered: int
+    """Parameters."""
+    reduced: int
+    budget: int | None
+
+
 def measure(plan, tight):
-    """Live bytes with gradients held and without, in the third iteration; the peak since then; the budget."""
     model, optimizer, budget = build(plan, tight)
     for step in range(3):
         if step == 2:
@@ -57,7 +71,20 @@ def measure(plan, tight):
         optimizer.step()
         optimizer.zero_grad()
         idle = live(model)
-    return held, idle, unwall.stats(model).tiers["device"].peak_bytes, budget
+    stats = unwall.stats(model)
+    gathered, reduced = (stats.collectives[name].elements for name in ("all_gather", "reduce_scatter"))
+    return Measured(held, idle, stats.tiers["device"].peak_bytes, gathered, reduced, budget)
+
+
+@pytest.fixture(scope="module")
+def measured(ranks):
+    """``measured(stage, world, dtype, tight)``: what each rank measured. Each is trained once, however many tests look at it."""
+
+    @functools.cache
+    def run(stage, world, dtype, tight):
+        return ranks(world).run(measure, Plan(stage=stage, compute_dtype=dtype, **ON_DEVICE), tight)
+
+    return run
 
 
 def states_fp32(stage, n):
@@ -85,10 +112,9 @@ def states_bf16(stage, n):
 )
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_live_bytes_follow_the_formula(ranks, stage, world, dtype, states):
-    plan = Plan(stage=stage, compute_dtype=dtype, **ON_DEVICE)
+def test_live_bytes_follow_the_formula(measured, stage, world, dtype, states):
     parameters, gradients, optimizer = (bytes_each * PSI for bytes_each in states(stage, world))
-    for held, idle, _, budget in ranks(world).run(measure, plan, tight=stage == 3):
+    for held, idle, *_, budget in measured(stage, world, dtype, tight=stage == 3):
         # after a step: parameters and optimizer state; gradients were used up, nothing is gathered
         assert parameters + optimizer <= idle <= SLACK * (parameters + optimizer)
         # before the step: the gradients too. In stage 3 layers may still be gathered, within the budget (next test).
@@ -98,11 +124,11 @@ def test_live_bytes_follow_the_formula(ranks, stage, world, dtype, states):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
-    plan = Plan(compute_dtype=dtype, **ON_DEVICE)
+def test_gathered_parameters_stay_under_the_budget(measured, world, dtype):
     states = sum((states_fp32 if dtype == torch.float32 else states_bf16)(3, world)) * PSI
     whole_layer = dtype.itemsize * LAYER
-    for _, _, peak, budget in ranks(world).run(measure, plan, tight=True):
+    for found in measured(3, world, dtype, tight=True):
+        peak, budget = found.peak, found.budget
         assert peak <= budget
         # What the smallest budget has to hold beside a rank's states: the layer in use and the next one on its way; the whole
         # gradient being computed and the one being reduced; the shards they are reduced into.
@@ -114,51 +140,38 @@ def test_gathered_parameters_stay_under_the_budget(ranks, world, dtype):
             assert peak < states + LAYERS * whole_layer  # what a model that is gathered whole would take
 
 
-def count(stage, budget):
-    """Parameters gathered and reduced in one iteration, once the engine knows the order of the layers."""
-    plan = Plan(stage=stage, compute_dtype=torch.float32, **ON_DEVICE)
-    model, optimizer, budget_bytes = build(plan, tight=budget == "small")
-    for _ in range(3):
-        unwall.stats(model).reset()
-        backward(model, plan)
-        optimizer.step()
-        optimizer.zero_grad()
-    collectives = unwall.stats(model).collectives
-    return collectives["all_gather"].elements, collectives["reduce_scatter"].elements, budget_bytes
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_stages_1_and_2_send_two_psi(ranks, stage, world):
+def test_stages_1_and_2_send_two_psi(measured, stage, world):
     """Gradients are reduced to their shards, updated parameters gathered from theirs."""
-    for gathered, reduced, _ in ranks(world).run(count, stage, "large"):
-        assert (gathered, reduced) == (PSI, PSI)
+    for found in measured(stage, world, torch.float32, tight=False):
+        assert (found.gathered, found.reduced) == (PSI, PSI)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_with_room_sends_two_psi(ranks, world):
+def test_stage_3_with_room_sends_two_psi(measured, world):
     """Gathered once, in forward, and kept for backward."""
-    for gathered, reduced, _ in ranks(world).run(count, 3, "large"):
-        assert (gathered, reduced) == (PSI, PSI)
+    for found in measured(3, world, torch.float32, tight=False):
+        assert (found.gathered, found.reduced) == (PSI, PSI)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_stage_3_without_room_sends_three_psi(ranks, world):
+def test_stage_3_without_room_sends_three_psi(measured, world):
     """Gathered in forward and again in backward, but for the last layers, which backward starts with and finds in place."""
     parameters, _, optimizer = (bytes_each * PSI for bytes_each in states_fp32(3, world))
-    for gathered, reduced, budget_bytes in ranks(world).run(count, 3, "small"):
+    for found in measured(3, world, torch.float32, tight=True):
         # Forward may fill the room that gradients take later. It is what lets backward find layers in place.
-        kept = (budget_bytes - parameters - optimizer) // (4 * LAYER)
+        kept = (found.budget - parameters - optimizer) // (4 * LAYER)
         assert kept < LAYERS
-        assert 2 * PSI - (kept + 2) * LAYER <= gathered <= 2 * PSI  # and parts of layers: groups may be smaller
-        assert reduced == PSI
+        assert 2 * PSI - (kept + 2) * LAYER <= found.gathered <= 2 * PSI  # and parts of layers: groups may be smaller
+        assert found.reduced == PSI
 
 
 def train_long(stage, iterations, tight):
     """Live bytes and the process's memory after a quarter of the iterations and at the end. Layers whole: in tiles a step has
     sixteen times the collectives."""
     plan = Plan(stage=stage, compute_dtype=torch.float32, tiles=1, **ON_DEVICE)
-    model, optimizer, _ = build(plan, tight, make=partial(Stack, layers=8))
+    model, optimizer, _ = build(plan, tight, make=functools.partial(Stack, layers=8))
     seen = []
     for step in range(iterations):
         backward(model, plan)

@@ -117,7 +117,7 @@ def check(pool, iterate, plan, **options):
         assert moved > 0 or iterate is evaluate
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.drill)])
 @pytest.mark.parametrize("iterate", [train, add_up_locally, evaluate])
 def test_at_most_two_exchanges_per_pass(ranks, world, iterate):
     check(ranks(world), iterate, {"stage": 3, **ON_DEVICE})

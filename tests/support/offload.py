@@ -108,6 +108,9 @@ def few_chunks():
 def mixed_plan(setup, folder):
     """The fields of an ``auto`` plan whose budgets put groups on each of the three tiers. Inside ``few_chunks``."""
     fields = {"stage": setup.stage, "compute_dtype": setup.dtype, "passes": setup.passes, "disk": folder}
+    like = setup.stage, setup.dtype, setup.passes, setup.frozen, setup.blocks, rank_and_world()[1], placement.CHUNKS_IN_FLIGHT
+    if like in _mixed_budgets:
+        return {**fields, **_mixed_budgets[like]}
     model = build(setup.frozen, setup.blocks)
     least_device = smallest(model, "device_bytes", **fields)
     least_host = smallest(model, "host_bytes", device_bytes=least_device, **fields)
@@ -117,8 +120,13 @@ def mixed_plan(setup, folder):
         model = build(setup.frozen, setup.blocks)
         fitting = shard_near(model, **fields, **budgets)
         if homes(model) == {"device", "host", "disk"}:
+            _mixed_budgets[like] = {name: fitting[name] for name in budgets}
             return fitting
     raise AssertionError(f"no budget puts groups on all tiers; the last one {fitting}: {homes(model)}")
+
+
+_mixed_budgets = {}
+"""What was found for the same setup: by every rank alike."""
 
 
 def homes(model):

@@ -183,16 +183,23 @@ def shard_tight(model: nn.Module, plan: Plan = FP32) -> int:
     """
     _, world = rank_and_world()
     fields = {name: getattr(plan, name) for name in ("stage", "compute_dtype", "reduce_dtype", "keep_fp32", "tiles")}
+    shapes = [(name, param.shape, param.dtype, param.requires_grad) for name, param in model.named_parameters()]
+    like = repr(model), tuple(shapes), world, tuple(fields.items())
     whole_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
-    budget, limit = whole_bytes // world + 1, 1000 * whole_bytes + (64 << 20)
+    budget, limit = _tight_budgets.get(like, whole_bytes // world + 1), 1000 * whole_bytes + (64 << 20)
     while budget < limit:
         try:
             unwall.shard(model, Plan(**fields, **ON_DEVICE, device_bytes=budget))
         except PlanError as refusal:  # it names a budget that was tried, and is close to the least
             budget = max(int(budget * 1.05) + 64, int(refusal.lack[1] * 0.9) if refusal.lack[0] == 0 else 0)
         else:
+            _tight_budgets[like] = budget
             return budget
     raise AssertionError(f"no device budget up to {limit} bytes was accepted for {whole_bytes} bytes of parameters")
+
+
+_tight_budgets: dict[tuple[Any, ...], int] = {}
+"""What was found for models of the same shapes: by every rank alike, as all of them run the same functions."""
 
 
 def resident_bytes() -> int:

@@ -44,6 +44,7 @@ class _Chunk:
     low: int
     high: int
     blocks: dict[_Key, None] = field(default_factory=dict)
+    """Where bytes of it lie that were not asked for yet."""
     missing: int = 0
     """Bytes that are still to come."""
     buffer: torch.Tensor | None = None
@@ -122,14 +123,25 @@ class BlockReading:
             self._give_buffer(chunk)
         if not chunk.missing and not chunk.direct:
             self._put(chunk)
-        for key in chunk.blocks:
-            left = self._left[key]
-            if any(owner is chunk for _, owner in left):
-                now = [part for part in left if self._is_open(part[1])]
-                self._left[key] = [part for part in left if part not in now]
+        for key in list(chunk.blocks):
+            if key in chunk.blocks:
                 while len(self._under_way) >= BLOCKS_AHEAD:
                     self._take()
+                now = self._wanted_now(key)
                 self._under_way.append((now, threads.submit(self._read, key, now)))
+
+    def _wanted_now(self, key: _Key) -> list[_Part]:
+        """What of a block can be read now: everything, but for chunks that get no buffer yet."""
+        now: list[_Part] = []
+        later: list[_Part] = []
+        for part in self._left[key]:
+            if self._is_open(part[1]):
+                part[1].blocks.pop(key, None)
+                now.append(part)
+            else:
+                later.append(part)
+        self._left[key] = later
+        return now
 
     def _is_open(self, chunk: _Chunk) -> bool:
         """Whether bytes can go there: it may get a buffer for them now."""

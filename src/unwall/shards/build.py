@@ -1,7 +1,7 @@
 """From a module to groups: what each parameter computes in, what fits, and moving the values into shards."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,17 +37,22 @@ from unwall.tiers.tiers import Tiers
 
 def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> list[Sizes]:
     """What each group takes on one rank."""
+    known: dict[tuple[int, Hashable, bool, int], Sizes] = {}  # blocks are alike, and there may be hundreds
     found = []
     for unit, layout in planned:
         kind = unit.entries[0].kind
-        assert isinstance(kind, Kind)
-        states = 0
-        if kind.trainable or kind.exact or layout.dtype is torch.float16:
-            states = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
-        if kind.trainable:
-            states += bytes_per_element(adamw_specs(layout.dtype, plan.lean))
-        size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
-        found.append(replace(size, at_once_bytes=sum(planned[index][1].flat_bytes for index in unit.at_once)))
+        at_once = sum(planned[index][1].flat_bytes for index in unit.at_once)
+        key = layout.padded_numel, kind, unit.several, at_once
+        if key not in known:
+            assert isinstance(kind, Kind)
+            states = 0
+            if kind.trainable or kind.exact or layout.dtype is torch.float16:
+                states = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
+            if kind.trainable:
+                states += bytes_per_element(adamw_specs(layout.dtype, plan.lean))
+            size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
+            known[key] = replace(size, at_once_bytes=at_once)
+        found.append(known[key])
     return found
 
 

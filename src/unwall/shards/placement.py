@@ -194,7 +194,8 @@ def place(
     The first groups of the model go to the device: they are needed first, while the host still updates the rest. What does
     not fit anywhere gets its slowest home all the same; ``check_fit`` in build.py says what is missing.
     """
-    ladders = [_ladder(size, plan) for size in sizes]
+    trained, frozen = _ladder(True, plan), _ladder(False, plan)
+    ladders = [trained if size.trainable else frozen for size in sizes]
     homes = [ladder[-1] for ladder in ladders]
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
@@ -218,7 +219,8 @@ def _climb_together(
 
     All at once comes first, because the disk's buffers go when its last group does: looking at one group at a time, a host
     that can hold everything would seem too small."""
-    limits = [ladder if home == DEVICE else _at_most(ladder, goal) for ladder, home in zip(ladders, homes, strict=True)]
+    below = {key: _at_most(ladder, goal) for key, ladder in {id(ladder): ladder for ladder in ladders}.items()}
+    limits = [ladder if home == DEVICE else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
     if _fits_host(sizes, everyone, budget_bytes):
         return everyone
@@ -263,10 +265,10 @@ def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:
     return kept or list(ladder[-1:])
 
 
-def _ladder(size: Sizes, plan: Plan) -> list[Home]:
+def _ladder(trainable: bool, plan: Plan) -> list[Home]:
     """The homes that the plan allows a group, the fastest first. One entry: the plan leaves no choice."""
     params, states, grads = plan.params, plan.optimizer, plan.grads
-    if not size.trainable:
+    if not trainable:
         states, grads = params, "auto"
     elif states == "auto" and params != "auto":
         states = params  # they live together unless told otherwise
