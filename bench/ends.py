@@ -36,10 +36,10 @@ def _outline(layers: int, hidden: int) -> Outline:
     return skeleton(from_shape((layers, hidden)))
 
 
-def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int = 1) -> bool:
-    """Whether our engine would hold this shape, one sample of 1024 tokens per device."""
+def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int = 1, batch: int = 1) -> bool:
+    """Whether our engine would hold this shape, with ``batch`` samples of 1024 tokens per device."""
     fields, kept = SYSTEMS[system]
-    workload = Workload(batch=1, seq=SEQ, activations=kept)
+    workload = Workload(batch=batch, seq=SEQ, activations=kept)
     place = Candidate(
         name=system, fields=fields | {"tiles": tiles}, workload=workload, budgeted="disk" in fields or kept == "host"
     )
@@ -50,7 +50,7 @@ def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int =
     return shortage(build(place, outline, hardware.devices, allowance, torch.float16, hardware)[1], allowance) is None
 
 
-def largest(system: str, hardware: Hardware, tiles: int = 1) -> Largest:
+def largest(system: str, hardware: Hardware, tiles: int = 1, batch: int = 1) -> Largest:
     """The largest shape that fits, of those whose hidden size is 32 to 256 times the number of layers.
 
     Hidden sizes are tried in steps of an eighth; more layers never take less, so their number is bisected.
@@ -58,11 +58,11 @@ def largest(system: str, hardware: Hardware, tiles: int = 1) -> Largest:
     best = Largest(0, 0)
     for hidden in _hidden_sizes():
         low, high = max(1, hidden // 256), max(1, hidden // 32)
-        if Largest(high, hidden).params <= best.params or not fits(system, low, hidden, hardware, tiles):
+        if Largest(high, hidden).params <= best.params or not fits(system, low, hidden, hardware, tiles, batch):
             continue
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(system, middle, hidden, hardware, tiles) else (low, middle - 1)
+            low, high = (middle, high) if fits(system, middle, hidden, hardware, tiles, batch) else (low, middle - 1)
         best = max(best, Largest(low, hidden), key=lambda found: found.params)
     return best
 

@@ -145,7 +145,10 @@ def largest_text(ratios: dict[str, float]) -> list[str]:
     buckets = """ZeRO-3: neither the formulas nor our engine have large communication buffers. DeepSpeed's default buckets with
         overlap take 9 GB per device (2 buckets of 5e8 fp16 elements, 4.5 times over, says Hugging Face's guide to DeepSpeed);
         with them ZeRO-Offload and ZeRO-3 are within 7%. This was looked for after the gap was seen, and that the published runs
-        used these sizes is not known: the size of the gap fits, no more."""
+        used these sizes is not known: the size of the gap fits, no more. Another choice of ours is
+        one sample per device, which figure 6a does not name: with the 2 of figure 2a (32 per node of 16 devices) our search
+        finds 24.5B (46 x 6656), ratio 1.22, and 4 of 5 would be within 25%. But 32T on 32 nodes would not fit with 2, as their
+        checkpoints take more than the hosts have, so the table stays at one."""
     disk = f"""Infinity, disk: 28 TB hold 1.4T at 20 bytes and 1.55T at our engine's 18. The published 1T is what was trained,
         and is not shown to be a limit: it is also 1T per node on {paper.CLUSTER_NODES} nodes. Nothing in the formulas would
         bring it down to 1T, and activations and tiles have no part in it: inputs of blocks are on the host, the largest

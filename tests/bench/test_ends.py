@@ -32,6 +32,15 @@ def test_the_edge_of_what_fits_one_dgx2(system):
     assert (0.75 <= ratio <= 1.25) == (system in WITHIN_A_QUARTER), ratio
 
 
+def test_zero_3_with_the_samples_of_figure_2a():
+    """With two samples per device it is within a quarter of what was published, and 32T do not fit 32 nodes."""
+    machine, found = load("dgx-2"), Largest(46, 6656)
+    assert ends.fits("ZeRO-3", found.layers, found.hidden, machine, batch=2)
+    assert not ends.fits("ZeRO-3", found.layers + 1, found.hidden, machine, batch=2)
+    assert found.params / LARGEST_PARAMS["ZeRO-3"] < 1.25
+    assert not ends.fits("Infinity, disk", 398, 81920, machine.with_nodes(32), tiles=9, batch=2)
+
+
 def test_the_search_finds_the_edge_of_the_smallest():
     assert ends.largest("plain DP", load("dgx-2")) == FOUND["plain DP"]
 

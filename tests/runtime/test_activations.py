@@ -65,6 +65,69 @@ def test_a_tight_device(activations):
     assert all(torch.equal(state[name], value) for name, value in values.items())
 
 
+def in_between(activations, folder):
+    """Gradients of graphs that are used twice and overtake each other, with exceptions in forward and in backward between."""
+    torch.manual_seed(0)
+    model, loss_of = decoder()
+    options = {"disk": folder} if activations == "disk" else {}
+    unwall.shard(model, unwall.Plan(activations=activations, compute_dtype=torch.float32, **options))
+    torch.manual_seed(1)
+
+    def stop(*_):
+        raise RuntimeError("stop")
+
+    first = loss_of()
+    handle = model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(RuntimeError, match="stop"):
+        loss_of()
+    handle.remove()
+    handle = model.model.norm.register_forward_hook(lambda _module, _args, output: output.register_hook(stop) and None)
+    with pytest.raises(RuntimeError, match="stop"):
+        loss_of().backward()
+    handle.remove()
+    model.zero_grad()
+    torch.manual_seed(2)
+    second = loss_of()
+    first.backward(retain_graph=True)
+    second.backward()
+    first.backward()
+    return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("activations", [*CHOICES, "disk"])
+def test_graphs_used_twice_and_exceptions_in_between(activations, tmp_path):
+    expected = in_between("keep", tmp_path)
+    found = in_between(activations, tmp_path)
+    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.out(torch.tanh(self.inner(x)))
+
+
+def test_compiled_blocks_with_each_choice(tmp_path):
+    """Those that ``"auto"`` makes: test_auto_activations.py."""
+
+    def make():
+        model = nn.Sequential(Small(), Small())
+        for block in model:
+            block.compile(backend="aot_eager", fullgraph=True)  # a wrapper inside would break the graph
+        x = torch.linspace(-1, 1, 32).view(4, 8)
+        return model, lambda: model(x.clone().requires_grad_()).square().mean()
+
+    losses, values, _ = trained(make, "keep")
+    for activations in (*CHOICES, "disk"):
+        found, state, _ = trained(make, activations, **({"disk": tmp_path} if activations == "disk" else {}))
+        assert found == pytest.approx(losses, rel=1e-6), activations
+        for name, value in values.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
 # -- what moves -------------------------------------------------------------------------------------------------------
 
 

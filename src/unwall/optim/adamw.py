@@ -114,11 +114,9 @@ class AdamW(ShardedOptimizer):
         slots = {slot for slot in gradient.present if id(group.params[slot]) in mine}
         if not slots:
             return
-        if self._early.in_place:
+        if self._early.in_place and engine.ranks.size == 1:
             if (id(engine), index) in self._early.applied:
                 return  # told twice: of a gradient that was forgotten on its way, and of the one after it
-            if engine.ranks.size > 1:
-                return  # ranks in another order may add to this sum until backward ends
             if not all(group.layout.slots[slot].whole for slot in slots):
                 return  # the other parts of a parameter are of the same step
             settle(group)

@@ -18,7 +18,10 @@ these waits, nor while memory is allocated, because that may reclaim.
 
 [Note: update in backward]
 With ``update_in_backward=True`` the user has promised that each backward is followed by a step with the numbers of now. Then
-the update runs in place and needs no shadow; breaking the promise is an error.
+the update runs in place and needs no shadow; breaking the promise is an error. With several ranks that is not enough: a rank
+that uses groups in another order may add to this sum until backward ends. So there updates run ahead with a way back, as they
+do without the promise. Which of them count is the same on every rank, because the norm is that of all ranks; what each rank has
+room for is its own affair.
 """
 
 import weakref

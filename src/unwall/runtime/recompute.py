@@ -30,8 +30,9 @@ def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> 
                 module.__dict__["_gradient_checkpointing_func"] = how
         return [name for name, _ in blocks]
     for _, block in blocks:
-        block.forward = _recomputed(block, block.forward, how)
-        if block._compiled_call_impl is not None:
+        if block._compiled_call_impl is None:
+            block.forward = _recomputed(block, block.forward, how)
+        else:  # around what was compiled: inside it the search for other checkpoints would break the graph
             block._compiled_call_impl = _recomputed(block, block._compiled_call_impl, how)
     return [name for name, _ in blocks]
 

@@ -40,9 +40,9 @@ inline Lost lost_of(const Updated& old, const Updated& guessed) {
           bits_of(old.exp_avg_sq) - bits_of(guessed.exp_avg_sq)};
 }
 
-// The lower 16 bits count.
+// The lower 16 bits count, and only where it fits: 128, 8 and 8 stand for nothing lost.
 inline uint32_t word_of(const Lost& lost) {
-  return (lost.exp_avg & 0xffu) | (lost.exp_avg_sq << 8 & 0xf00u) | lost.param << 12;
+  return (lost.exp_avg + 128u) | (lost.exp_avg_sq + 8u) << 8 | (lost.param + 8u) << 12;
 }
 
 // Not 0: it does not fit into its word.
@@ -50,21 +50,14 @@ inline uint32_t excess_of(const Lost& lost) {
   return ((lost.exp_avg + 128u) & ~255u) | (((lost.exp_avg_sq + 8u) | (lost.param + 8u)) & ~15u);
 }
 
-// True where one of them is NaN (and where infinities of both signs meet, which does no harm).
-inline bool has_nan(const Updated& value) {
-  float sum = value.param + value.exp_avg + value.exp_avg_sq;
-  return sum != sum;
-}
-
-// The lower `bits` of a word, a number with a sign, as 32 bits.
-inline uint32_t widened(uint32_t word, int bits) {
-  return static_cast<uint32_t>(static_cast<int32_t>(word << (32 - bits)) >> (32 - bits));
-}
+// True where one of an element's new values is NaN: then its parameter is, too. (The old values are finite or infinite, so that
+// a guess that is NaN is far from them.)
+inline bool has_nan(const Updated& now) { return now.param != now.param; }
 
 inline Updated before(const Updated& now, float g, uint32_t word, const AdamWConstants& c, const Inverse& inverse) {
   Updated guessed = guess(now, g, c, inverse);
-  return {float_of(bits_of(guessed.param) + widened(word >> 12, 4)), float_of(bits_of(guessed.exp_avg) + widened(word, 8)),
-          float_of(bits_of(guessed.exp_avg_sq) + widened(word >> 8, 4))};
+  return {float_of(bits_of(guessed.param) + (word >> 12 & 15u) - 8u), float_of(bits_of(guessed.exp_avg) + (word & 255u) - 128u),
+          float_of(bits_of(guessed.exp_avg_sq) + (word >> 8 & 15u) - 8u)};
 }
 
 // Elements at a time. Their arithmetic is a loop on 32 bits alone, between two that widen and narrow: in one loop with 16 bits
@@ -128,6 +121,12 @@ struct Arrays {
   }
 };
 
+// Gradients that vector loops of their own can read.
+template <class Grad>
+constexpr bool IN_VECTORS = true;
+template <>
+constexpr bool IN_VECTORS<F16> = false;
+
 // ---- a block: its values come in, are worked on, and go out -------------------------------------------------------------
 
 template <class Grad, bool Split, class Param>
@@ -165,7 +164,7 @@ UNWALL_INLINE bool update_loop(Block& __restrict block, float* __restrict exp_av
     Updated now = adamw_element(old.param, old.exp_avg, old.exp_avg_sq, block.grad[i], c);
     Updated guessed = guess(now, block.grad[i], c, inverse);
     Lost lost = lost_of(old, guessed);
-    bad |= excess_of(lost) | static_cast<uint32_t>(has_nan(guessed));
+    bad |= excess_of(lost) | static_cast<uint32_t>(has_nan(now));
     block.words[i] = word_of(lost);
     block.exp_avg[i] = old.exp_avg;
     block.exp_avg_sq[i] = old.exp_avg_sq;
@@ -217,28 +216,45 @@ UNWALL_INLINE void take_back_block(const Arrays<Grad, Copy, WithCopy, Split, Par
   narrow<Copy, WithCopy, Split>(block, to.param + begin, remainder, copy, n);
 }
 
+#if defined(__AVX512F__)
+}  // namespace
+}  // namespace unwall
+
+#include "journal_avx512.hpp"
+
+namespace unwall {
+namespace {
+#endif
+
 // ---- a chunk ------------------------------------------------------------------------------------------------------------
+
+// Which elements of a block do not fit: their words are not 0 then.
+inline void find_escapes(Block& __restrict block, int64_t n, const AdamWConstants c, const Inverse inverse) {
+  for (int64_t i = 0; i < n; ++i) {
+    Updated old = {block.param[i], block.exp_avg[i], block.exp_avg_sq[i]};
+    Updated now = adamw_element(old.param, old.exp_avg, old.exp_avg_sq, block.grad[i], c);
+    Lost lost = lost_of(old, guess(now, block.grad[i], c, inverse));
+    block.words[i] = excess_of(lost) | static_cast<uint32_t>(has_nan(now));
+  }
+}
 
 // A block in which something does not fit: notes those elements down, or gives the block back. False: no room for them.
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-__attribute__((noinline)) bool note_escapes(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, const Block& block,
-                                            int64_t begin, int64_t n, const JournalSpan& journal, int64_t& count,
-                                            const AdamWConstants& c, const Inverse& inverse) {
+__attribute__((noinline)) bool note_escapes(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, Block& block, int64_t begin,
+                                            int64_t n, const JournalSpan& journal, int64_t& count, const AdamWConstants& c,
+                                            const Inverse& inverse) {
   int64_t count_before = count;
+  find_escapes(block, n, c, inverse);
   for (int64_t i = 0; i < n; ++i) {
-    Updated now = to.load(begin + i);
-    Updated found = before(now, block.grad[i], block.words[i], c, inverse);
-    Escape old = block.escape<WithCopy>(i, begin);
-    bool same = bits_of(found.param) == old.param && bits_of(found.exp_avg) == old.exp_avg &&
-                bits_of(found.exp_avg_sq) == old.exp_avg_sq && !has_nan(guess(now, block.grad[i], c, inverse));
-    if constexpr (WithCopy) same = same && Copy::store(found.param) == old.copy;
+    bool same = block.words[i] == 0;
+    if constexpr (WithCopy) same = same && Copy::store(block.param[i]) == block.copy[i];
     if (same) continue;
     if (count == journal.capacity) {
-      for (int64_t j = 0; j < n; ++j) to.store(block.escape<WithCopy>(j, begin), begin + j);
+      for (int64_t j = 0; j < n; ++j) to.store(block.template escape<WithCopy>(j, begin), begin + j);
       count = count_before;
       return false;
     }
-    journal.escapes[count++] = old;
+    journal.escapes[count++] = block.template escape<WithCopy>(i, begin);
   }
   return true;
 }
@@ -285,24 +301,28 @@ void journal_update(const AdamWSpan& span, const AdamWConstants& constants, cons
   const JournalSpan journal = kept;
   const Inverse inverse = inverse_of(c);
   const int64_t all = span.n;
-  int64_t count = 0;
-  for (int64_t begin = 0; begin < all; begin += JOURNAL_BLOCK) {
+  int64_t count = 0, begin = 0;
+  bool fits = true;
+#if defined(__AVX512F__)
+  if constexpr (!WithCopy && IN_VECTORS<Grad>) {
+    begin = update_vectors(to, all, c, journal, count);
+    fits = all - begin < VECTOR;
+  }
+#endif
+  for (; fits && begin < all; begin += JOURNAL_BLOCK) {
     alignas(LINE_BYTES) uint16_t words[JOURNAL_BLOCK];
     alignas(LINE_BYTES) Block block;
     bool whole = all - begin >= JOURNAL_BLOCK;
     int64_t n = whole ? JOURNAL_BLOCK : all - begin;
     bool bad = whole ? update_block(to, begin, JOURNAL_BLOCK, block, words, c, inverse)
                      : update_block(to, begin, n, block, words, c, inverse);
-    if (bad && !note_escapes(to, block, begin, n, journal, count, c, inverse)) {
-      stream_fence();
-      take_back_some<false, Grad, Copy, WithCopy, Split, Param>(span, begin, c, c, journal, count);
-      *journal.state = JOURNAL_OWING;
-      return;
-    }
+    fits = !bad || note_escapes(to, block, begin, n, journal, count, c, inverse);
+    if (!fits) break;
     stream(journal.words + begin, words, n * static_cast<int64_t>(sizeof(uint16_t)));
   }
   stream_fence();
-  *journal.state = static_cast<int32_t>(JOURNAL_APPLIED + count);
+  if (!fits) take_back_some<false, Grad, Copy, WithCopy, Split, Param>(span, begin, c, c, journal, count);
+  *journal.state = fits ? static_cast<int32_t>(JOURNAL_APPLIED + count) : static_cast<int32_t>(JOURNAL_OWING);
 }
 
 #define UNWALL_JOURNAL_ROW(kernel, Grad)                                                                                   \
