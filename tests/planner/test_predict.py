@@ -31,6 +31,9 @@ PLANS = {
     "stage 1": Plan(stage=1),
     "stage 2, fp32": Plan(stage=2, compute_dtype=torch.float32),
     "fp16": Plan(params="host", optimizer="host", compute_dtype=torch.float16),
+    "replica": Plan(replica="node", node_ranks=2, gather_dtype="int8", reduce_dtype="int4"),
+    "replica on the host": Plan(params="host", optimizer="host", replica="node", node_ranks=2, reduce_dtype="int8"),
+    "feedback": Plan(reduce_dtype="int4", reduce_feedback=True),
 }
 
 
@@ -195,3 +198,15 @@ def test_a_layer_that_does_not_fit_whole_is_predicted_in_tiles():
     read = [index for stretch in found.stretches for index in stretch.groups]
     assert set(read) == set(range(len(found.planned)))
     assert sum(stretch.active_numel for stretch in found.stretches) == pytest.approx(2 * 1024 * 1024)
+
+
+def test_what_travels_packed_takes_less_of_a_slow_link():
+    """Half the bytes of bf16, a little more than half of the step, because packing takes its time."""
+    machine = dataclasses.replace(MACHINE, nodes=2, network_bytes_per_s=1e7)
+    plain, packed = (
+        predict(job(Plan(**fields), ranks=2, seq=4, clip=False), machine)
+        for fields in ({}, {"gather_dtype": "int8", "reduce_dtype": "int8"})
+    )
+    assert packed.work.collective_bytes / plain.work.collective_bytes == pytest.approx(0.508, abs=0.001)
+    assert packed.bound.step_s / plain.bound.step_s == pytest.approx(0.508, abs=0.001)
+    assert 0.5 < packed.step_s / plain.step_s < 0.6

@@ -22,7 +22,7 @@ LEAN_MOMENT_BYTES = bytes_per_element(adamw_specs(torch.bfloat16, lean=True))
 TIERS: tuple[TierName, ...] = ("device", "host", "disk")
 PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "moments"
 WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
-REPLICAS = "second copies inside the node"
+REPLICAS, RESIDUALS = "second copies inside the node", "what rounding left of gradients"
 GATHERED, GRADIENTS_MOVING = "gathered at once", "gradients on their way"
 CHUNKS, RINGS, LOOKED_AT = "chunks under update", "rings between disk and device", "a state looked at"
 SHADOWS = "second places, for updates before the step"
@@ -65,6 +65,7 @@ def _held(size: Sizes, home: Home, passes: int, moment_bytes: int) -> list[tuple
         rows.append((home.grads, WIDENED, size.widening_bytes))
     elif passes > 1 and size.trainable:  # beside the landed gradient
         rows.append(("host", SUMS, size.grad_bytes + size.widening_bytes))
+    rows.append(("device", RESIDUALS, size.residual_bytes))
     rows.append((home.replica, REPLICAS, replica_bytes_on(home.replica, size, home)))
     if home.resident:
         rows.append(("device", PARAMETERS, size.flat_bytes))
