@@ -60,6 +60,37 @@ def test_ranks_at_different_exchanges_are_told(ranks, whats):
         assert "cannot go on" in errors[1]
 
 
+def find_a_backend_broken():
+    """As NCCL does where a rank was killed: the call itself raises. gloo says it while it is waited for."""
+    ranks, values = Ranks(dist.new_group([0, 1])), torch.zeros(4)
+    errors = []
+    if ranks.rank == 0:
+
+        def broken(*_args, **_options):
+            raise dist.DistBackendError("remote process exited")
+
+        kept, dist.all_to_all_single = dist.all_to_all_single, broken
+        try:
+            ranks.reduce_scatter(torch.empty(2), values)
+        except DivergedError as error:
+            errors.append(str(error))
+        finally:
+            dist.all_to_all_single = kept
+    try:
+        take_part(ranks, "a row")
+    except DivergedError as error:
+        errors.append(str(error))
+    return errors
+
+
+def test_a_collective_that_cannot_begin_ends_all_ranks(ranks):
+    first, second = ranks(2).run(find_a_backend_broken, limit_s=60)
+    assert "rank 0 is at reduce-scatter" in first[0]
+    assert "remote process exited" in first[0]
+    assert "cannot go on" in first[1]
+    assert "remote process exited" in second[0]
+
+
 def one_shards_another_runs():
     """Rank 0 builds a second model while rank 1 runs the first one."""
     rank, _ = rank_and_world()

@@ -119,26 +119,22 @@ class Ranks:
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
         """Fills ``whole`` with every rank's shard. ``shard`` may be this rank's part of ``whole``. ``then`` is called when it
         is there; so below."""
-        with default_hooks.hidden():
-            work = all_gather_flat(_as_bytes(whole), _as_bytes(shard), group=self._group, async_op=True)
+        work = self._start("all-gather", all_gather_flat, _as_bytes(whole), _as_bytes(shard))
         return self._begun(work, (whole, shard), "all-gather", then)
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
         """``received`` becomes the parts for this rank of every rank's ``sent``, in the order of the ranks."""
-        with default_hooks.hidden():
-            work = dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        work = self._start("exchange", dist.all_to_all_single, received, sent)
         return self._begun(work, (received, sent), "exchange", then)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> "Collective":
         """``shard`` becomes the sum over ranks of their ``whole``'s part for this rank."""
         if not self._on_host:
-            with default_hooks.hidden():
-                scattered = _reduce_scatter(shard, whole, group=self._group, async_op=True)
+            scattered = self._start("reduce-scatter", _reduce_scatter, shard, whole)
             return self._begun(scattered, (whole, shard), "reduce-scatter")
         # gloo's own reduce-scatter moves N times the bytes. Exchange the parts and add them here, always in rank order.
         parts = torch.empty_like(whole)
-        with default_hooks.hidden():
-            work = dist.all_to_all_single(parts, whole, group=self._group, async_op=True)
+        work = self._start("reduce-scatter", dist.all_to_all_single, parts, whole)
 
         def add() -> None:
             rows = parts.view(self.size, -1)
@@ -147,6 +143,14 @@ class Ranks:
                 shard.add_(row)
 
         return self._begun(work, (whole, parts), "reduce-scatter", add)
+
+    def _start(self, label: str, call: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+        """torch's collective, in flight. A backend may notice here already that another rank has ended."""
+        try:
+            with default_hooks.hidden():
+                return call(*tensors, group=self._group, async_op=True, **options)
+        except dist.DistError as error:
+            raise self.control.unanswered(label, str(error)) from error
 
     def _begun(self, work: Any, keep: tuple[torch.Tensor, ...], label: str, then: Any = None) -> "Collective":
         owner = self if self._part_of is None else self._part_of
@@ -158,14 +162,14 @@ class Ranks:
         if self.size == 1:
             return values
         every = values.new_empty(self.size * values.numel())
-        work = all_gather_flat(every, values.reshape(-1), group=self._group, async_op=True)
-        self._begun(work, (), "the norm of the gradients").wait()
+        label = "the norm of the gradients"
+        self._begun(self._start(label, all_gather_flat, every, values.reshape(-1)), (), label).wait()
         return every.view(self.size, *values.shape).sum(0)
 
     def merge(self, whole: torch.Tensor) -> None:
         """Each rank has filled elements of its own and left the others zero: now every rank has all of them, bit by bit."""
         if self.size > 1:
-            work = dist.all_reduce(whole.view(-1).view(torch.uint8), group=self._group, async_op=True)
+            work = self._start("values of a gradient", dist.all_reduce, whole.view(-1).view(torch.uint8))
             self._begun(work, (whole,), "values of a gradient").wait()
 
     def every(self, thing: Any) -> list[Any]:
@@ -183,7 +187,7 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
         """One rank's values on every rank."""
         if self.size > 1:
-            work = dist.broadcast(_as_bytes(tensor), group=self._group, group_src=rank, async_op=True)
+            work = self._start("broadcast", dist.broadcast, _as_bytes(tensor), group_src=rank)
             self._begun(work, (tensor,), "broadcast").wait()
 
 

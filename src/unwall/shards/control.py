@@ -225,14 +225,15 @@ class Control:
                 if time.monotonic() >= until:
                     if patience_s is not None:
                         return False
-                    raise self._unanswered(where, f"within {self.timeout}")
+                    raise self.unanswered(where, f"within {self.timeout}")
         except DivergedError:
             raise
         except RuntimeError as error:
-            raise self._unanswered(where, str(error)) from error
+            raise self.unanswered(where, str(error)) from error
         return True
 
-    def _unanswered(self, where: str, why: str) -> DivergedError:
+    def unanswered(self, where: str, why: str) -> DivergedError:
+        """The error of a wait that was in vain, or of a collective that could not begin."""
         told = self.watch.end or self.watch.fault
         others = self.watch.describe_others() + (f"; told before: {told}" if told else "")
         error = DivergedError(
