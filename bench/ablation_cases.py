@@ -57,7 +57,7 @@ def _schedule(base: Training, others: tuple[int, ...] = ()) -> tuple[Training, .
 
 
 def _journal(base: Training, title: str) -> Part:
-    return Part(title, (base.named("journal", speculate="journal"), base.named("journal off", warm=3)))
+    return Part(title, (base.named("journal", speculate="journal"), base.named("journal off", speculate="shadows")))
 
 
 def _long(base: Training) -> tuple[Training, ...]:

@@ -40,7 +40,7 @@ parameters: [what hardware is needed](hardware.md).
   step, and the step waits for it.
 - *prefetch off*: a group is fetched when it is used. *look-ahead 1*: one group ahead instead of two.
 - *speculation off*: nothing is updated before its step, `AdamW(speculate=False)`. *journal*:
-  `AdamW(speculate="journal")`, *journal off*: without, where the host has no room for a second place of the states.
+  where the host has no room for a second place of the states, a way back in a journal; *journal off*: without it.
 - *split master off*: bf16 parameters with an fp32 master beside them instead of a 16-bit remainder.
 - *sequence tiles off*, *activation offload off*: `sequence_tiles=None`, `activations="recompute"`. *tiling off*:
   `tiles=1`.

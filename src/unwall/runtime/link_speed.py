@@ -14,8 +14,8 @@ SHARE = 0.8
 HOST_SHARE = 0.5
 """Of what the host has to spare, where the plan names no budget."""
 WHOLE_BLOCKS = False
-"""Whether all that a block has saved may move on an accelerator, too. On an H200 a run that did so learnt too slowly. What was
-found is mended, but was not tried there again: ``python -m bench.activations --must-hold budget`` does, in its last row."""
+"""Whether all that a block has saved may move on an accelerator, too. It gives the gradients of keeping on an H200, but with
+states on the host it is slower than recomputing: updates need the host's memory at the same time (docs/activations.md)."""
 
 
 def link_of(engine: Engine, flight_bytes: int) -> Link:
