@@ -5,6 +5,7 @@ import traceback
 import weakref
 
 import torch
+from busy import until
 from early_tools import HOST, backward, build, on_disk, same, start, steps
 from offload import shard_near
 
@@ -53,7 +54,7 @@ def test_on_disk_few_updates_are_ahead_at_once(tmp_path):
     model, optimizer = start(on_disk(tmp_path))
     steps(model, optimizer, 3)
     go_on = threading.Event()
-    HostUpdate(lambda: go_on.wait(10), FailureDomain())  # the update thread has other work
+    HostUpdate(until(go_on), FailureDomain())  # the update thread has other work
     backward(model, 10)
     ahead = optimizer.ahead
     go_on.set()
@@ -102,7 +103,7 @@ def test_shadows_that_are_being_committed_are_waited_for_when_the_host_needs_roo
     backward(model, 10)
     drain()
     assert optimizer.ahead.ready > 0
-    HostUpdate(lambda: asked.happened.wait(10), FailureDomain())
+    HostUpdate(until(asked.happened), FailureDomain())
     optimizer.step()  # its commits are queued behind that
     assert not asked.happened.is_set()
     unwall.AdamW(model.parameters())
@@ -118,8 +119,12 @@ def test_the_update_thread_does_not_wait_for_itself_when_it_is_the_one_that_need
     backward(model, 10)
     drain()
     go_on = threading.Event()
-    HostUpdate(lambda: go_on.wait(10), FailureDomain())
-    reclaiming = HostUpdate(unwall.api.engine(model).tiers.host.ledger.reclaim, FailureDomain())
+    HostUpdate(until(go_on), FailureDomain())
+
+    def reclaim():
+        unwall.api.engine(model).tiers.host.ledger.reclaim()
+
+    reclaiming = HostUpdate(reclaim, FailureDomain())
     optimizer.step()  # its commits come after that
     go_on.set()
     reclaiming.wait(10)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from busy import until
 from early_tools import DEVICE, HOST, backward, on_disk, outcome, same, start, steps
 
 import unwall
@@ -90,7 +91,7 @@ def test_what_runs_ahead_can_be_looked_at():
     nothing = Ahead(under_way=0, ready=0, failed=0)
     assert optimizer.ahead == nothing
     go_on = threading.Event()
-    HostUpdate(lambda: go_on.wait(10), FailureDomain())  # the update thread has other work
+    HostUpdate(until(go_on), FailureDomain())  # the update thread has other work
     backward(model, 10)
     begun = optimizer.ahead
     assert begun.under_way > 3
@@ -164,7 +165,7 @@ def test_of_the_gradients_that_wait_the_newest_is_used_first():
     engine = unwall.api.engine(model)
     go_on = threading.Event()
     with unwall.profile(model) as profile:
-        HostUpdate(lambda: go_on.wait(10), FailureDomain())  # the update thread has other work
+        HostUpdate(until(go_on), FailureDomain())  # the update thread has other work
         backward(model, 10)
         for gradient in engine.gradients:
             if gradient.landing is not None:

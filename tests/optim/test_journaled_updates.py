@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from busy import until
 from early_tools import DEVICE, HOST, backward, outcome, same, start, steps
 
 import unwall
@@ -253,7 +254,7 @@ def test_a_step_that_comes_before_the_update_was_begun():
     def scenario(model, optimizer):
         steps(model, optimizer, READY)
         go_on = threading.Event()
-        HostUpdate(lambda: go_on.wait(10), FailureDomain())  # the update thread has other work
+        HostUpdate(until(go_on), FailureDomain())  # the update thread has other work
         backward(model, 10)
         go_on.set()
         optimizer.step()

@@ -11,6 +11,8 @@ from unwall.runtime import init as init_module
 from unwall.runtime.init import whole_value
 from unwall.runtime.shelf import Shelved
 
+NEEDS_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+
 
 def layers(device=None):
     torch.manual_seed(0)
@@ -65,6 +67,7 @@ def test_the_device_says_where_initialisers_run():
 
 
 @pytest.mark.gpu
+@NEEDS_CARD
 @pytest.mark.parametrize("how", ["device", "context"])
 def test_initialisers_on_the_accelerator_give_the_values_of_a_plain_build_there(how):
     with unwall.init(device="cuda" if how == "device" else None):
@@ -76,6 +79,7 @@ def test_initialisers_on_the_accelerator_give_the_values_of_a_plain_build_there(
 
 
 @pytest.mark.gpu
+@NEEDS_CARD
 def test_a_model_built_on_the_accelerator_trains():
     with unwall.init(device="cuda"):
         model = layers()

@@ -43,9 +43,9 @@ def leads(model, step):
             found.append(at - began.pop(index))
         use(index)
 
-    def gathered(index):
+    def gathered(index, near):
         began[index] = executor.trace.position
-        gather(index)
+        gather(index, near)
 
     executor.use, executor.agreement.gather = used, gathered
     try:
