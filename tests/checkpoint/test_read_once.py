@@ -156,3 +156,63 @@ def test_memory_that_comes_slowly_is_not_taken(saved, monkeypatch, tmp_path):
     largest = max(store.nbytes for group in unwall.api.engine(model).groups for store in group.states.values())
     assert ledger.peak_bytes - before <= largest
     assert differing(expected, everything(model, optimizer)) == []
+
+
+def ordered(names):
+    """Layers of several blocks of a file and a small one, in this order."""
+    torch.manual_seed(0)
+    made = {f"large{number}": nn.Linear(2048, 2048, bias=False) for number in range(3)} | {"small": nn.Linear(2048, 64)}
+    model = nn.Module()
+    for name in names:
+        model.add_module(name, made[name])
+    return model
+
+
+def test_states_in_another_order_than_in_the_file(tmp_path):
+    """What lies beside the first states comes ahead of its turn, and its turn must not put it again."""
+    names = ["small", "large0", "large1", "large2"]
+    model = unwall.shard(ordered(names), Plan(**TIERS["host"]))
+    optimizer = unwall.AdamW(model.parameters())
+    for param in model.parameters():
+        for state in ("exp_avg", "exp_avg_sq"):
+            optimizer.states(param)[state] = torch.rand(param.shape)
+        optimizer.states(param)["step"] = 3
+    path = unwall.save(tmp_path / "saved", model, optimizer)
+    other = unwall.shard(ordered([*names[1:], names[0]]), Plan(**TIERS["disk"], disk=tmp_path))
+    loaded = unwall.AdamW(other.parameters())
+    unwall.load(path, other, loaded)
+    there = dict(other.named_parameters())
+    for name, param in model.named_parameters():
+        for state in ("exp_avg", "exp_avg_sq", "master"):
+            assert torch.equal(optimizer.states(param)[state], loaded.states(there[name])[state]), (name, state)
+
+
+class Pair(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+
+
+def test_tied_when_saved_and_not_when_loaded(tmp_path):
+    path = unwall.save(tmp_path / "saved", unwall.shard(Pair(True), Plan(**TIERS["host"])), None)
+    model = unwall.shard(Pair(False), Plan(**TIERS["host"]))
+    unwall.load(path, model, None)
+    values = model.state_dict()
+    assert torch.equal(values["first.weight"], values["second.weight"])
+
+
+def test_a_load_that_fails_leaves_states_that_were_set_by_hand(tmp_path):
+    model, optimizer = unwall.shard(Pair(False), Plan(**TIERS["host"])), None
+    optimizer = unwall.AdamW(model.parameters())
+    path = unwall.save(tmp_path / "saved", model, optimizer)
+    optimizer.states(model.first.weight)["exp_avg"] = torch.ones(64, 64)
+    (file,) = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(unwall.CheckpointError, match="Nothing was changed"):
+        unwall.load(path, model, optimizer)
+    assert torch.equal(optimizer.states(model.first.weight)["exp_avg"], torch.ones(64, 64))

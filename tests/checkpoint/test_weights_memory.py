@@ -13,7 +13,7 @@ import unwall
 
 LAYERS, WIDTH = 10, 3072
 MODEL_BYTES = LAYERS * WIDTH * WIDTH * 4
-BUFFER_BYTES = 128 << 20
+BUFFER_BYTES = 160 << 20
 
 
 def build():

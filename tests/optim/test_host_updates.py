@@ -2,10 +2,16 @@
 
 import errno
 import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
+from busy import until
 
+from unwall.native import interrupts
 from unwall.native.ticket import Signal
 from unwall.optim.updates import HostUpdate, Rest, drain, on_update_thread
 from unwall.runtime.failures import FailureDomain
@@ -142,3 +148,71 @@ def test_parameters_whose_update_failed_are_not_read():
     parts.go_on.set()
     with pytest.raises(OSError, match="parts failed"):
         update.wait_for_params()
+
+
+class LateError(Exception):
+    """What a signal's handler raises."""
+
+
+@pytest.fixture
+def alarm():
+    """Makes the next check for signals raise ``LateError``."""
+
+    def raise_it(*_):
+        raise LateError
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    interrupts.install()
+    yield lambda: os.kill(os.getpid(), signal.SIGALRM)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("wait", [HostUpdate.wait, HostUpdate.wait_for_params])
+def test_a_wait_that_a_signals_handler_ends_does_not_end_the_update(alarm, wait):
+    may_end, left, ended = threading.Event(), [1], []
+
+    def finish():
+        may_end.wait(10)
+        ended.append(1)
+
+    def work():  # what is left to do is done by then
+        return Rest(finish, ()) if left and left.pop() else None
+
+    blocker = threading.Event()
+    HostUpdate(until(blocker), FailureDomain())
+    update = HostUpdate(work, FailureDomain(), again=True)
+
+    def wait_deferred():
+        with interrupts.deferred:
+            alarm()
+            wait(update)
+
+    with pytest.raises(LateError):
+        wait_deferred()
+    blocker.set()
+    may_end.set()
+    update.wait()
+    assert ended == [1]
+
+
+AT_THE_END = """
+import concurrent.futures.thread as threads, sys, time, torch, unwall
+from unwall.optim.updates import HostUpdate
+from unwall.runtime.failures import FailureDomain
+
+plan = unwall.Plan(params="disk", grads="host", optimizer="disk", disk=sys.argv[1])
+model = unwall.shard(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]), plan)
+optimizer = unwall.AdamW(model.parameters())
+model(torch.randn(2, 64)).float().sum().backward()
+
+def until_the_end():
+    while not threads._shutdown:
+        time.sleep(0.01)
+
+HostUpdate(until_the_end, FailureDomain())
+optimizer.step()
+"""
+
+
+def test_updates_through_the_disk_that_the_interpreters_end_overtakes(tmp_path):
+    subprocess.run([sys.executable, "-c", AT_THE_END, tmp_path], check=True, timeout=100)

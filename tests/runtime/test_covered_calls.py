@@ -93,3 +93,25 @@ def test_a_call_that_fails_inside_covers_no_longer():
     assert unwall.api.engine(model).forward.covered.frame is None
     torch.testing.assert_close(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
     torch.testing.assert_close(model[1].first(torch.ones(2, WIDTH)), plain[1].first(torch.ones(2, WIDTH)))
+
+
+def test_new_values_after_an_interrupted_call_are_seen_by_its_parts():
+    model, plain = borrowing(), borrowing()
+    optimizer = sharded(model, 32 << 10)
+    step(model, optimizer)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = model[5].first.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, WIDTH))
+    hook.remove()
+    values = {name: 1.1 * value for name, value in plain.state_dict().items()}
+    model.load_state_dict(values)
+    plain.load_state_dict(values)
+    x = torch.ones(2, WIDTH)
+    assert torch.equal(model[5].first(x), plain[5].first(x))
+    assert torch.equal(model(x), plain(x))
+    executor = unwall.api.engine(model).executor
+    assert not any(executor.is_pinned(index) for index in range(len(executor.groups)))

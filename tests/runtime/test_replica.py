@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults import Boom
 from faults import forward as forward_net
 from offload import DEVICE, DISK, HOST, Setup, backward, differing, named_budget, outcome, over_budget, start, step
@@ -363,3 +364,14 @@ def test_nodes_are_runs_of_equal_length():
         per_node_of([0, 1, 0, 1])
     with pytest.raises(ValueError, match="unequal"):
         per_node_of([0, 0, 1])
+
+
+def begin_beside_another_group():
+    """Ranks 0 and 1 are in a process group more than the others."""
+    dist.new_group([0, 1])
+    model = unwall.shard(nn.Linear(8, 8), Plan(**REPLICA))
+    return unwall.api.engine(model).ranks.nodes.per_node
+
+
+def test_ranks_in_unequal_numbers_of_process_groups(ranks):
+    assert ranks(4).run(begin_beside_another_group) == [2] * 4

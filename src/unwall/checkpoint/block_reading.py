@@ -48,6 +48,7 @@ class _Chunk:
     missing: int = 0
     """Bytes that are still to come."""
     buffer: torch.Tensor | None = None
+    is_put: bool = False
 
     @property
     def direct(self) -> bool:
@@ -115,6 +116,8 @@ class BlockReading:
                 raise
 
     def _read_chunk(self, threads: ThreadPoolExecutor, chunk: _Chunk) -> None:
+        if chunk.is_put:  # ahead of its turn
+            return
         if chunk.direct:
             chunk.fill_gaps()
         elif chunk.buffer is None:
@@ -170,6 +173,7 @@ class BlockReading:
 
     def _put(self, chunk: _Chunk) -> None:
         chunk.goal.put(chunk.low, chunk.values)
+        chunk.is_put = True
         assert chunk.buffer is not None
         self._spare.append(chunk.buffer)
         chunk.buffer = None
@@ -203,12 +207,15 @@ def _writable(goal: Goal) -> Goal:
 
 def _check(run: Run, parts: list[_Part], bounce: Bounce, shift: int) -> int:
     """Copies what is wanted of a run. Gives the checksum of all of it."""
-    address, crc, done = bounce.bytes.data_ptr() + shift, 0, run.offset
+    address, crc, done, shared = bounce.bytes.data_ptr() + shift, 0, run.offset, False
     for source, chunk in parts:
+        shared |= source.offset < done
         if source.offset > done:
             crc = crc32(address + done, source.offset - done, crc)
         crc = _copy(chunk, source, bounce, shift, crc)
-        done = source.offset + source.nbytes
+        done = max(done, source.offset + source.nbytes)
+    if shared:  # two parameters take the same bytes: tied when they were saved
+        return crc32(address + run.offset, run.end - run.offset)
     return crc32(address + done, run.end - done, crc) if done < run.end else crc
 
 

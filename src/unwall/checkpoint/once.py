@@ -85,7 +85,8 @@ def _changes(called: str, optimizer: ShardedOptimizer, matched: Matched) -> bool
 
 def _is_fresh(optimizer: ShardedOptimizer) -> bool:
     """All of its states have their first value."""
-    return isinstance(optimizer, AdamW) and not any("step" in entry for entry in optimizer.state.values())
+    stepped = any("step" in entry for entry in optimizer.state.values())
+    return isinstance(optimizer, AdamW) and not stepped and not optimizer.own.touched
 
 
 def _master(restorer: Restorer, room: Room, group: Group, tensors: dict[int, Tensor]) -> Waiting | None:

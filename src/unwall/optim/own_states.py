@@ -18,6 +18,8 @@ class OwnStates:
 
     def __init__(self, optimizer: object, owner: int) -> None:
         self.owner = owner
+        self.touched = False
+        """Whether one was set by hand: then they have not their first values, even before the first step."""
         self._leftovers = Leftovers(optimizer, self.free)
         self._groups: weakref.WeakSet[Group] = weakref.WeakSet()  # what outlives its model must not keep it
 

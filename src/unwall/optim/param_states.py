@@ -38,9 +38,10 @@ class ParamStates(MutableMapping[str, Any]):
         states["step"] = 0
 
     Tensors come whole, as copies on the device, from whatever tier they live on; all ranks read and set them together, and set
-    the same. ``part`` and ``set_part`` are about this rank's elements alone, flat, and need no other rank. ``list(states)``
-    says which there are: the rule's (``exp_avg`` and ``exp_avg_sq`` of AdamW, those of a wrapped optimizer), numbers such as
-    ``step``, and ``master``. States cannot be deleted.
+    the same. ``part`` and ``set_part`` are about this rank's elements alone, flat, and wait for no other rank; of ``"master"``
+    all ranks call ``set_part``, also those that keep none of it. ``list(states)`` says which there are: the rule's
+    (``exp_avg`` and ``exp_avg_sq`` of AdamW, those of a wrapped optimizer), numbers such as ``step``, and ``master``. States
+    cannot be deleted.
     """
 
     def __init__(self, optimizer: "ShardedOptimizer", param: nn.Parameter) -> None:
@@ -112,6 +113,7 @@ class ParamStates(MutableMapping[str, Any]):
         self._engine.groups[0].pending.staging.close()
 
     def _set_master_part(self, flat: torch.Tensor) -> None:
+        self._engine.executor.note("optimizer.states(...).set_part('master')")  # others hold copies of it
         self._engine.version += 1
         segments = [
             (segment, index)
@@ -133,6 +135,7 @@ class ParamStates(MutableMapping[str, Any]):
         self._engine.finish()
 
     def _changed(self) -> None:
+        self._optimizer.own.touched = True
         for index, _ in self._places:
             self._engine.groups[index].generation += 1
 

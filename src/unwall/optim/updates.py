@@ -110,13 +110,25 @@ class HostUpdate:
 
     def wait_for_params(self) -> None:
         """The new parameters can be read; other states may still be on their way to the disk. Raises as ``wait`` does."""
-        if self._future is not None:
-            with suppress(Exception):  # which ``wait`` deals with
-                begun = result_of(self._future)
-                for ticket in () if begun is None else begun.params:
-                    ticket.wait()
-                return
-        self.wait()
+        if self._future is None or not self._params_came(self._future):
+            self.wait()
+
+    def _params_came(self, future: "Future[_Begun | None]") -> bool:
+        """Waits for them. False if something failed, which ``wait`` deals with. What a signal's handler raises is raised."""
+        try:
+            begun = result_of(future)
+        except Exception:
+            if not future.done() or future.exception() is None:
+                raise
+            return False
+        for ticket in () if begun is None else begun.params:
+            try:
+                ticket.wait()
+            except Exception:
+                if not ticket.done():
+                    raise
+                return False
+        return True
 
     def wait(self, timeout: float | None = None) -> None:
         """See [Note: failed updates]."""
@@ -132,11 +144,20 @@ class HostUpdate:
                 self._future = None
                 behind.first.wait(timeout)
             except Exception as error:
-                if isinstance(error, TimeoutError) and not self.done():
+                if timeout is not None and isinstance(error, TimeoutError) and not self.done():
                     raise TimeoutError(f"the update has not finished after {timeout} s") from error
-                if self.again:
+                if self.again and self._has_failed():  # otherwise a signal's handler raised it, and the update goes on
                     self._future = None
                 raise
+
+    def _has_failed(self) -> bool:
+        future = self._future
+        if future is None or not future.done():
+            return False
+        begun = _begun(future)
+        if isinstance(begun, _Begun):
+            return begun.ended.done() and begun.ended.exception() is not None
+        return future.exception() is not None
 
     def run(self) -> Rest | None:
         return self._work()
@@ -165,13 +186,19 @@ class _Queue:
             rest = run()
         except Exception:
             if again:
-                self._finisher.submit(lambda: None).result()  # one before it may have failed, and it because of that
+                with suppress(RuntimeError):  # at the interpreter's end nothing can be submitted any more
+                    self._finisher.submit(lambda: None).result()  # one before it may have failed, and it because of that
                 _fail(update, domain)
             raise
         if rest is None:
             domain.recover(update)
             return None
-        return _Begun(rest.params, self._finisher.submit(_finish, update, rest.finish, domain))
+        try:
+            ended = self._finisher.submit(_finish, update, rest.finish, domain)
+        except RuntimeError:  # at the interpreter's end: nobody else can wait for it
+            _finish(update, rest.finish, domain)
+            return None
+        return _Begun(rest.params, ended)
 
 
 def _check_behind(update: "weakref.ref[Ticket]", domain: FailureDomain) -> None:

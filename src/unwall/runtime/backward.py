@@ -190,6 +190,9 @@ class Backward:
             if task not in self._reads or self._reads[task][0] != number:
                 self._reads[task] = number, set()
             self._reads[task][1].add(index)
+            if task not in self._tasks:  # a backward inside a call that holds the group: its end must be heard of, too
+                with interrupts.deferred:
+                    self._note_task()
         if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
             with interrupts.deferred:
                 if task != -1:

@@ -147,6 +147,9 @@ class Forward:
         mine = self.thread == get_ident() and not is_running(self.frames[0].caller) if self.frames else False
         if mine or (self.frames and self.thread == _OVERLOOKED):
             pair = self.frames[0].saved
+            for frame in self.frames:
+                for index in frame.groups:
+                    self._executor.release(index)
             self._forget_frames()
             self.quiet = False
             close_all(self._executor.groups)

@@ -35,8 +35,10 @@ PATIENCE_SECONDS = 0.5
 @alone
 def move_states(engine: Engine, plan: Plan) -> None:
     """What ``unwall.move`` does. See [Note: moving]."""
-    if isinstance(plan, Plan) and plan.node_ranks is None:  # shard has found out
-        plan = replace(plan, node_ranks=engine.plan.node_ranks)
+    if isinstance(plan, Plan):  # as shard has found out
+        kept, most = engine.plan.node_ranks, engine.ranks.size
+        if plan.node_ranks is None or (kept == most and plan.node_ranks > most):
+            plan = replace(plan, node_ranks=kept)
     engine.forward.forget_interrupted()
     engine.backward.forget_interrupted()
     with engine.executor.prepared("move"):

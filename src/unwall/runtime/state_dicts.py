@@ -54,6 +54,7 @@ class StateDictHooks:
         if options.get("assign", args[2] if len(args) > 2 else False):
             refuse_assign()
         with self.engine.turn.held("load_state_dict"):
+            self.engine.forward.forget_interrupted()  # or a part that is called next would not look at its groups
             return self._load(original, *args, **options)
 
     def _load(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ to the other nodes (shards/two_hops.py).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch.distributed as dist
 
@@ -55,9 +55,14 @@ def groups_of(ranks: "Ranks", per_node: int) -> tuple["dist.ProcessGroup", "dist
     """Process groups for the ranks inside a node, and for those across nodes. All ranks call it together."""
     whole = ranks.group
     node, place = divmod(ranks.rank, per_node)
-    inside = range(node * per_node, (node + 1) * per_node)
-    across = range(place, ranks.size, per_node)
-    return _made(whole, tuple(inside)), _made(whole, tuple(across))
+    inside = [tuple(range(start, start + per_node)) for start in range(0, ranks.size, per_node)]
+    across = [tuple(range(start, ranks.size, per_node)) for start in range(per_node)]
+    if ranks.size < dist.get_world_size():
+        return _made(whole, inside[node], alone=True), _made(whole, across[place], alone=True)
+    # Every rank makes every group, in one order: torch names a group that only its members make by the number of groups they
+    # are in, and members with other groups beside it would wait for each other.
+    found = [_made(whole, members, alone=False) for members in (*inside, *across)]
+    return found[node], found[len(inside) + place]
 
 
 _groups: dict[tuple["dist.ProcessGroup", tuple[int, ...]], "dist.ProcessGroup"] = {}
@@ -69,12 +74,11 @@ def forget_groups() -> None:
     _groups.clear()
 
 
-def _made(whole: "dist.ProcessGroup", members: tuple[int, ...]) -> "dist.ProcessGroup":
-    """Only the members call it: ranks of other nodes, or of other dimensions, have no part in it."""
+def _made(whole: "dist.ProcessGroup", members: tuple[int, ...], *, alone: bool) -> "dist.ProcessGroup":
+    """``alone``: only the members call it. Otherwise all ranks do, and those that are no members get a placeholder."""
     key = whole, members
     if key not in _groups:
         everywhere = [dist.get_global_rank(whole, rank) for rank in members]
-        made = dist.new_group(everywhere, backend=dist.get_backend(whole), use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        _groups[key] = made
+        made = dist.new_group(everywhere, backend=dist.get_backend(whole), use_local_synchronization=alone)
+        _groups[key] = cast("dist.ProcessGroup", made)
     return _groups[key]
