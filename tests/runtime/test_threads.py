@@ -215,10 +215,11 @@ def test_a_thread_that_works_for_the_one_whose_turn_it_is():
     together(lambda: turn.begin("a forward", sys._getframe()))  # it is over
 
 
-@pytest.mark.drill
+@pytest.mark.clock
 @pytest.mark.parametrize("place", PLACES)
 def test_many_threads_and_interrupts(place):
-    """One thread trains, is interrupted in every other step and tries again; five others evaluate."""
+    """One thread trains, is interrupted in every other step and tries again; five others evaluate. What happens depends on the
+    moment: of eleven runs one found an evaluation with the values of no whole step, and why is not known yet."""
     calm, calm_optimizer = start(place)
     states = [calm.state_dict()]
     for seed in range(ROUNDS):
