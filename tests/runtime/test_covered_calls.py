@@ -5,6 +5,7 @@ import torch
 from bench.overhead import Layer
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import unwall
 
@@ -115,3 +116,29 @@ def test_new_values_after_an_interrupted_call_are_seen_by_its_parts():
     assert torch.equal(model(x), plain(x))
     executor = unwall.api.engine(model).executor
     assert not any(executor.is_pinned(index) for index in range(len(executor.groups)))
+
+
+class Steered(nn.Module):
+    """Adds the gradient of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            start = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(checkpoint(self.inner, start, use_reentrant=False).square().sum(), start)
+        return x + self.inner(x) + 0.1 * slope
+
+
+def test_a_backward_inside_a_covered_call_reads_nothing_when_it_has_ended():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Steered() for _ in range(LAYERS)))
+    optimizer = sharded(model, 32 << 10)
+    step(model, optimizer)
+    model(torch.ones(2, WIDTH))
+    assert not unwall.api.engine(model).backward._reads

@@ -11,7 +11,7 @@ from offload import DEVICE, DISK, HOST, Setup, backward, differing, named_budget
 from ranks import rank_and_world
 from reference import seeded
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import unwall
 from unwall.plans import Plan, PlanError
@@ -375,3 +375,26 @@ def begin_beside_another_group():
 
 def test_ranks_in_unequal_numbers_of_process_groups(ranks):
     assert ranks(4).run(begin_beside_another_group) == [2] * 4
+
+
+def set_on_one_rank():
+    """Rank 0 alone writes to its part of a parameter of which all ranks hold copies."""
+    mesh = DeviceMesh.from_group(dist.new_group(list(range(4))), "cpu")  # of its own: its ranks cannot go on
+    model = unwall.shard(nn.Linear(8, 8), Plan(**REPLICA), mesh)
+    optimizer = unwall.AdamW(model.parameters())
+    x = torch.ones(2, 8)
+    model(x)
+    if rank_and_world()[0] == 0:
+        states = optimizer.states(model.weight)
+        states.set_part("master", states.part("master") + 1)
+    try:
+        model(x).sum().backward()
+        optimizer.step()
+    except unwall.DivergedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_of_a_master_is_set_on_all_ranks_or_refused(ranks):
+    errors = ranks(4).run(set_on_one_rank)
+    assert all("set_part('master')" in error for error in errors), errors
