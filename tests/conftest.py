@@ -7,13 +7,11 @@ import torch
 from ranks import RankPool
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The plain reference runs here and the ranks elsewhere: with one thread each, their kernels add in the same order."""
-    before = torch.get_num_threads()
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """The plain reference runs here and the ranks elsewhere: with one thread each, their kernels add in the same order. Before
+    each test, as trainers set it, too."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

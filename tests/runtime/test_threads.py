@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import unwall
+from unwall.api import engine
 from unwall.plans import Plan
-from unwall.runtime import turns
+from unwall.runtime import forward, turns
+from unwall.shards import default_hooks
 
 WIDTH, ROUNDS = 32, 12
 PLACES = {
@@ -191,6 +193,76 @@ def test_an_interrupted_pass_is_found_over_without_following_another_threads_fra
     assert torch.equal(got, outputs(build(), [1])[0])
     together(lambda: train(model, optimizer, range(2)), lambda: outputs(model, range(8)))
     assert kept.type is KeyboardInterrupt
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_hooks_of_an_interrupted_pass_go_whoever_finds_it_over(seen):
+    """Otherwise they would be the first to get whatever this thread saves from then on, of whatever model."""
+    model, _ = start("host")
+    Stopping(model).interrupt(in_backward=False)
+    if seen:
+        together(lambda: outputs(model, [1]))
+    other, _ = start("host")
+    other(inputs(0))
+    assert default_hooks.top() is None
+
+
+def test_a_thread_that_comes_changes_nothing_before_its_turn(monkeypatch):
+    """It looked for calls when there were none, and goes on in the middle of another thread's."""
+    model, _ = start("device")
+    turn = engine(model).turn
+    looked, inside, waits = threading.Event(), threading.Event(), threading.Event()
+    wait = turns.Turn._wait
+
+    def slowly():
+        caller = sys._getframe(3)
+        if threading.current_thread().name == "second":
+            looked.set()
+            inside.wait()
+        return caller
+
+    def waiting(self, what):
+        waits.set()
+        wait(self, what)
+
+    monkeypatch.setattr(forward, "caller_of_hook", slowly)
+    monkeypatch.setattr(turns.Turn, "_wait", waiting)
+    tokens = []
+
+    def meet(*_):
+        if threading.current_thread() is threading.main_thread():
+            tokens.append(turn._token)
+            inside.set()
+            waits.wait()
+
+    model[3].register_forward_pre_hook(meet)  # the hook that ends its call has not run yet
+    model[9].register_forward_pre_hook(meet)
+    second = threading.Thread(target=outputs, args=(model, [1]), name="second")
+    second.start()
+    looked.wait()
+    outputs(model, [0])
+    second.join()
+    assert tokens[0] is tokens[1]  # one turn from beginning to end
+
+
+def test_a_pass_after_an_interrupt_inside_a_block_is_a_turn():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)])
+    unwall.shard(model, Plan(compute_dtype=torch.float32, params="host", optimizer="host"))
+    turn, mine = engine(model).turn, []
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = model[2][1].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs(0))
+    handle.remove()
+    for block in model:
+        block[1].register_forward_hook(lambda *_: mine.append(turn.is_mine(turn._during) and turns.is_executed(turn._during)))
+    model(inputs(0))
+    assert mine == [True] * 4
+    together(lambda: outputs(model, [1]))
 
 
 def test_a_thread_that_works_for_the_one_whose_turn_it_is():

@@ -16,7 +16,7 @@ _DYNAMO = os.path.join("_dynamo", "eval_frame.py")
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("caller", "covers", "groups", "marked", "module", "places", "saved")
+    __slots__ = ("__weakref__", "caller", "covers", "groups", "marked", "module", "places", "saved")
 
     def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module

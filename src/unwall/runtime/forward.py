@@ -8,8 +8,10 @@ it begins, and the hooks inside return at once. A lookup of a trainable paramete
 """
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from threading import current_thread, get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ class Forward:
         """Every group stays, and nothing is saved for autograd in a way of ours: calls inside the outermost one mean nothing.
         See [Note: quiet passes]."""
         self.outermost: nn.Module | None = None
-        """Of a quiet pass: the module whose call it is."""
+        """The module whose call begins the pass."""
         self.lookups = 0
         """Parameters that quiet passes have looked up, ever."""
         self.covered = Covered()
@@ -88,32 +90,18 @@ class Forward:
     ) -> None:
         """A module's forward begins. ``reads``: parameters it reads in ways that ``touched`` does not see. ``cover``: the
         groups of all that is below it, where it may cover that."""
-        outermost = not self.frames
-        if self.frames:
-            if self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
-                self.forget_interrupted()
-                self._turn.begin("a forward", caller_of_hook())  # returns when theirs are over
-                self._forget_frames()
-            elif module is self.frames[0].module:
-                self.forget_interrupted()
-            outermost = not self.frames
-        pair = None
+        outermost = not self.frames or self._is_first(module)
         caller = caller_of_hook() if outermost or self._ranks.size > 1 else None
-        if not outermost:
-            if self.saved.watching:
-                self.saved.cover()
-        else:
-            self.quiet = False
-            if torch._C._current_graph_task_id() == -1:
-                if not self._turn.is_mine(caller):
-                    self._turn.begin("a forward", caller)
-                with transforms.outside():
-                    self._begin_pass()
-            else:  # a checkpoint's recomputation
-                self._backward.note()
-            self.thread, self._handled = get_ident(), id(sys.exception())
+        pair = None
+        if outermost:
+            self._begin(caller)
+            self.outermost = module
             pair = self.saved.watch()
+        elif self.saved.watching:
+            self.saved.cover()
         frame = Frame(module, pair, caller)
+        if pair is not None:
+            pair.call = weakref.ref(frame)
         self.frames.append(frame)
         for index in groups:
             self._read(frame, index)
@@ -122,20 +110,37 @@ class Forward:
         if outermost:
             self.quiet = self._executor.all_stay and self.saved.idle and not self._executor.lane.watching
             if self.quiet:
-                self.outermost = module
                 self._open_all()
         if cover and not self.quiet and self._ranks.size == 1 and torch._C._current_graph_task_id() == -1:
             self._cover(frame, cover)
+
+    def _is_first(self, module: nn.Module) -> bool:
+        """Whether a call is the outermost one although there are others: those of another thread, which it waits for, or of one
+        of this thread's that ended with an interrupt."""
+        if self.thread != get_ident():
+            return torch._C._current_graph_task_id() == -1
+        for first in self.frames:
+            return module is first.module and not is_running(first.caller)
+        return True  # another thread has just found out
+
+    def _begin(self, caller: FrameType | None) -> None:
+        """The outermost call begins. Nothing is changed before it is this thread's turn: others may run the model before."""
+        if torch._C._current_graph_task_id() == -1:
+            if not self._turn.is_mine(caller):
+                self._turn.begin("a forward", caller)
+            self._forget_calls()
+            with transforms.outside():
+                self._begin_pass()
+        else:  # a checkpoint's recomputation
+            self._forget_calls()
+            self._backward.note()
+        self.thread, self._handled = get_ident(), id(sys.exception())
 
     def _cover(self, frame: Frame, groups: tuple[int, ...]) -> None:
         if self.covered.may_begin(frame, self.frames, groups):
             for index in [index for index in groups if index not in frame.groups]:
                 self._read(frame, index)
             self.covered.begin(frame, groups)
-
-    def _forget_frames(self) -> None:
-        self.frames.clear()
-        self.covered.end()
 
     def _open_all(self) -> None:
         for index, group in enumerate(self._executor.groups):
@@ -146,16 +151,23 @@ class Forward:
         """Nothing tells of a call that ended with an interrupt (torch calls no hooks then): its frames are stale."""
         mine = self.thread == get_ident() and not is_running(self.frames[0].caller) if self.frames else False
         if mine or (self.frames and self.thread == _OVERLOOKED):
-            pair = self.frames[0].saved
-            for frame in self.frames:
-                for index in frame.groups:
-                    self._executor.release(index)
-            self._forget_frames()
-            self.quiet = False
-            close_all(self._executor.groups)
-            self._executor.agreement.fail("its forward was interrupted")
-            if pair is not None:
-                self.saved.unwatch(pair)
+            self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        """For whoever has the turn: calls that are still there are over."""
+        self.quiet = False
+        if not self.frames:
+            return
+        pair = self.frames[0].saved
+        for frame in self.frames:
+            for index in frame.groups:
+                self._executor.release(index)
+        self.frames.clear()
+        self.covered.end()
+        close_all(self._executor.groups)
+        self._executor.agreement.fail("its forward was interrupted")
+        if pair is not None:
+            self.saved.unwatch(pair)
 
     def ended_unseen(self) -> bool:
         """Whether a forward has ended with an interrupt. For the thread that watches. From then on whoever uses the model finds

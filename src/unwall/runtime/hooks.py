@@ -81,6 +81,7 @@ class Enter(Hook):
         elif (
             (covering := forward.covered.frame) is not None
             and module is not covering.module
+            and module is not forward.outermost  # it is called anew: the call that covered others was interrupted
             and forward.thread == get_ident()
             and forward.covered.groups.issuperset(self._groups)
         ):

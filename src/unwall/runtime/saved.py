@@ -17,6 +17,7 @@ a tensor that was changed since it was saved is an error.
 """
 
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils import checkpoint
 
 from unwall.runtime import handed, transforms
 from unwall.runtime.stand_ins import StandIns
+from unwall.runtime.turns import is_executed
 from unwall.shards import default_hooks
 from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
@@ -36,6 +38,12 @@ class Layer(Protocol):
     def pack(self, value: Any, /) -> Any: ...
 
     def unpack(self, packed: Any, /) -> Any: ...
+
+
+class Called(Protocol):
+    """A module call, and the Python frame that makes it."""
+
+    caller: FrameType | None
 
 
 class Hooks(NamedTuple):
@@ -119,7 +127,7 @@ class SavedTensors:
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
         if self.idle or transforms.inside():  # torch.func allows no hooks on saved tensors
             return None
-        top = default_hooks.top()
+        top = _top()
         owner = _owner(top)
         if owner is not None and owner.saved is self:
             return None
@@ -177,14 +185,23 @@ class SavedTensors:
 class Pair:
     """A pair of default hooks: the guard of flat buffers around some layers. See [Note: layers]."""
 
-    __slots__ = ("_checkpoint", "_layers", "_taker", "saved")
+    __slots__ = ("_checkpoint", "_layers", "_taker", "call", "saved")
 
     def __init__(self, saved: SavedTensors, layers: tuple[Layer, ...]) -> None:
         self.saved = saved
+        self.call: Callable[[], Called | None] | None = None
+        """A weak reference to the call that it is there for. None: it is about to begin."""
         self._layers = layers
         self._checkpoint = isinstance(layers[0], Hooks) and layers[0].pack.__module__ == checkpoint.__name__
         """The first layer is a checkpoint's. See [Note: stand-ins]."""
         self._taker = layers[0].pack if self._checkpoint else None
+
+    def is_over(self) -> bool:
+        """Whether its call has ended. Nothing pops it after an interrupt: it goes when this thread next calls a model."""
+        call = None if self.call is None else self.call()
+        if call is None:
+            return self.call is not None
+        return call.caller is None or not is_executed(call.caller)
 
     def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
         if self.saved.seen is not None:
@@ -214,6 +231,13 @@ class Pair:
         for layer in reversed(self._layers):
             value = layer.unpack(value)
         return self.saved.shown(value) if isinstance(value, torch.Tensor) else value
+
+
+def _top() -> Any:
+    """The pair on top of this thread's that is still meant."""
+    while (owner := _owner(top := default_hooks.top())) is not None and owner.is_over():
+        default_hooks.pop()
+    return top
 
 
 def _owner(top: Any) -> Pair | None:
