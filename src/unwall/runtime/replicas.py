@@ -98,8 +98,8 @@ class Replicas:
         for start in range(0, run.numel(), PACKED_PIECE_ELEMENTS):
             piece = run[start : start + PACKED_PIECE_ELEMENTS]
             # By the place in the group, not by the data-parallel rank: at stage 0 all of them average the same elements.
-            place = gradient.group.own_start + start
-            seed = seed_of(engine.ranks.steps, gradient.passes, gradient.group.index, self._ranks.rank, place)
+            first = gradient.group.own_start + start
+            seed = seed_of(engine.ranks.steps, gradient.passes, gradient.group.index, self._ranks.rank, first)
             rest = None if residual is None else residual[start : start + PACKED_PIECE_ELEMENTS]
             wide = None if rest is None else rest.to(self._ranks.device, torch.float32)
             piece.copy_(packed.average(piece.to(self._ranks.device), seed, wide))
