@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from unwall.plans import Plan
+from unwall.shards.tally import Tally
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import ALIGNMENT, align_up
 
@@ -197,7 +198,7 @@ def place(
     trained, frozen = _ladder(True, plan), _ladder(False, plan)
     ladders = [trained if size.trainable else frozen for size in sizes]
     homes = [ladder[-1] for ladder in ladders]
-    homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
+    homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(trial, device_budget_bytes))
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
     return _near_replicas(sizes, homes, device_budget_bytes)
@@ -205,11 +206,13 @@ def place(
 
 def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int | None) -> list[Home]:
     """The second copies of groups that live on the device lie there, too, as far as there is room."""
+    tally = Tally(sizes, homes)
     for index, (size, home) in enumerate(zip(sizes, homes, strict=True)):
         if home.tier == "device" and replica_bytes_on("host", size, home):
-            trial = [*homes[:index], replace(home, replica="device"), *homes[index + 1 :]]
-            homes = trial if _fits_device(sizes, trial, budget_bytes) else homes
-    return homes
+            tally.move(index, replace(home, replica="device"))
+            if not _fits_device(tally, budget_bytes):
+                tally.move(index, home)
+    return tally.homes
 
 
 def _climb_together(
@@ -222,9 +225,9 @@ def _climb_together(
     below = {key: _at_most(ladder, goal) for key, ladder in {id(ladder): ladder for ladder in ladders}.items()}
     limits = [ladder if home == DEVICE else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
-    if _fits_host(sizes, everyone, budget_bytes):
+    if _fits_host(Tally(sizes, everyone), budget_bytes):
         return everyone
-    return _climb(sizes, limits, homes, "host", lambda trial: _fits_host(sizes, trial, budget_bytes))
+    return _climb(sizes, limits, homes, "host", lambda trial: _fits_host(trial, budget_bytes))
 
 
 def _climb(
@@ -232,30 +235,34 @@ def _climb(
     ladders: Sequence[Sequence[Home]],
     homes: list[Home],
     tier: TierName,
-    fits: Callable[[list[Home]], bool],
+    fits: Callable[[Tally[Sizes, Home]], bool],
 ) -> list[Home]:
     """Raises one group after the other to the top of its ladder, as long as that fits."""
+    tally = Tally(sizes, homes)
+    refused: set[tuple[int, Home, Home]] = set()
     for index in range(len(sizes)):
-        top = ladders[index][0]
-        if top == homes[index] or (tier == "device") != (top.tier == "device") or homes[index].tier == "device":
+        top, home = ladders[index][0], homes[index]
+        if top == home or (tier == "device") != (top.tier == "device") or home.tier == "device":
             continue
-        trial = [*homes[:index], top, *homes[index + 1 :]]
-        if not fits(trial):
-            if tier == "device":
-                break  # the first groups, without gaps
+        if (tally.kinds[index], home, top) in refused:
+            continue  # another one like it did not fit, and nothing has moved since
+        tally.move(index, top)
+        if fits(tally):
+            refused.clear()
             continue
-        homes = trial
-    return homes
+        tally.move(index, home)
+        if tier == "device":
+            break  # the first groups, without gaps
+        refused.add((tally.kinds[index], home, top))
+    return tally.homes
 
 
-def _fits_device(sizes: Sequence[Sizes], homes: list[Home], budget: int | None) -> bool:
-    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    return budget is None or held + working_bytes(sizes, homes) <= budget
+def _fits_device(tally: Tally[Sizes, Home], budget: int | None) -> bool:
+    return budget is None or tally.held_bytes(device_bytes_of) + working_bytes(*tally.some()) <= budget
 
 
-def _fits_host(sizes: Sequence[Sizes], homes: list[Home], budget: int | None) -> bool:
-    held = sum(host_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    return budget is None or held + host_working_bytes(sizes, homes) <= budget
+def _fits_host(tally: Tally[Sizes, Home], budget: int | None) -> bool:
+    return budget is None or tally.held_bytes(host_bytes_of) + host_working_bytes(*tally.some()) <= budget
 
 
 def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:
