@@ -5,6 +5,12 @@ A group can live at four heights. All its states on the device; all on the host;
 optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers per step (read for forward and
 for backward, written after the update), a byte of gradient or optimizer state two. So host memory goes to the parameters and
 gradients of all groups first, then to optimizer state, and the device takes whole groups.
+
+[Note: masters]
+What is then left of the host is too little for the master and optimizer state of any group, but it may hold the masters of some
+alone, while the rest of their state is on disk. That is a finer step: 2 of 10 bytes per element, with AdamW and bf16. Masters
+belong to the groups, so they are as large whatever the optimizer turns out to be; and since that may keep more than AdamW, on
+disk, there stays room for chunks twice as large.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,6 +63,8 @@ class Sizes:
     """What is kept on the device of the gradient that rounding took from what was sent."""
     replica_bytes: int = 0
     """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
+    master_bytes: int = 0
+    """What the master takes beside the parameters: a part of ``state_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +73,19 @@ class Home:
 
     params: TierName
     states: TierName
-    """Of the master and the optimizer state."""
+    """Of the optimizer state and, unless ``apart`` says otherwise, the master."""
     grads: TierName
     """Where the gradient waits for the update."""
     resident: bool = False
     """Updated on the host, but the gathered parameters are never dropped from the device."""
     replica: TierName = "host"
     """Where a second copy inside the node lies, if there is one."""
+    apart: TierName | None = None
+    """Of the master, where it is not with the optimizer state: see [Note: masters]."""
+
+    @property
+    def master(self) -> TierName:
+        return self.apart or self.states
 
     @property
     def tier(self) -> TierName:
@@ -80,7 +94,7 @@ class Home:
 
     @property
     def on_disk(self) -> bool:
-        return "disk" in (self.params, self.states, self.grads)
+        return "disk" in (self.params, self.states, self.grads, self.apart)
 
 
 DEVICE = Home("device", "device", "device")
@@ -89,6 +103,8 @@ SPILLED = Home("host", "disk", "host")
 DISK = Home("disk", "disk", "disk")
 LADDER = (DEVICE, HOST, SPILLED, DISK)
 """See [Note: ladder]."""
+MASTER_KEPT = replace(SPILLED, apart="host")
+"""See [Note: masters]."""
 
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -117,8 +133,13 @@ def disk_bytes_of(sizes: Sizes, home: Home) -> int:
 
 def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
     held = sizes.shard_bytes if home.params == tier else 0
-    held += sizes.state_bytes if home.states == tier else 0
-    return held + (sizes.grad_bytes if home.grads == tier else 0)
+    return held + state_bytes_on(tier, sizes, home) + (sizes.grad_bytes if home.grads == tier else 0)
+
+
+def state_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
+    """What a tier holds of a group's master and optimizer state."""
+    master = sizes.master_bytes if home.master == tier else 0
+    return master + (sizes.state_bytes - sizes.master_bytes if home.states == tier else 0)
 
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
@@ -183,7 +204,7 @@ def chunk_bytes(size: Sizes, home: Home, elements: int) -> int:
     """Host memory of one chunk under update: of each state that lies on disk, ``elements``."""
     share = elements / max(1, size.own_numel)
     grads = size.grad_bytes + size.widening_bytes if home.grads == "disk" else 0
-    held = (size.shard_bytes if home.params == "disk" else 0) + (size.state_bytes if home.states == "disk" else 0) + grads
+    held = (size.shard_bytes if home.params == "disk" else 0) + state_bytes_on("disk", size, home) + grads
     return align_up(int(held * share)) + 4 * ALIGNMENT if held else 0
 
 
@@ -201,6 +222,7 @@ def place(
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(trial, device_budget_bytes))
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
+    homes = _keep_masters(sizes, ladders, homes, host_budget_bytes)
     return _near_replicas(sizes, homes, device_budget_bytes)
 
 
@@ -213,6 +235,25 @@ def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int 
             if not _fits_device(tally, budget_bytes):
                 tally.move(index, home)
     return tally.homes
+
+
+def _keep_masters(
+    sizes: Sequence[Sizes], ladders: Sequence[Sequence[Home]], homes: list[Home], budget_bytes: int | None
+) -> list[Home]:
+    """See [Note: masters]. Where the plan names the tier of optimizer state the master stays with it."""
+    pairs = list(zip(sizes, homes, strict=True))
+    able = [at for at, (size, home) in enumerate(pairs) if home == SPILLED and HOST in ladders[at] and size.trainable]
+    if budget_bytes is None or not able:
+        return homes
+    elements = chunk_elements(sizes, homes)
+    spare = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in pairs)
+    left = budget_bytes - sum(host_bytes_of(*pair) for pair in pairs) - host_working_bytes(sizes, homes) - spare
+    kept = list(homes)
+    for at in able:
+        if 0 < sizes[at].master_bytes <= left:
+            kept[at] = MASTER_KEPT
+            left -= sizes[at].master_bytes
+    return kept
 
 
 def _climb_together(
