@@ -12,6 +12,7 @@ from unwall.planner.memory import Terms, disk_peak_bytes, host_peak_bytes, terms
 from unwall.planner.pace import dtype_name, pace_of, update_bytes
 from unwall.planner.simulation.run import Simulation
 from unwall.planner.traffic import Traffic, has_replica, of_gather, of_near_gather, of_reduction
+from unwall.shards.placement import state_bytes_on
 from unwall.tiers.ledger import TierName
 
 _DAY_S = 86_400
@@ -96,8 +97,8 @@ def work_of(job: Job) -> StepWork:
         if not size.trainable:
             continue
         read += size.shard_bytes if home.params == "disk" else 0
-        read += size.state_bytes if home.states == "disk" else 0
-        written += (size.shard_bytes if home.params == "disk" else 0) + (size.state_bytes if home.states == "disk" else 0)
+        read += state_bytes_on("disk", size, home)
+        written += (size.shard_bytes if home.params == "disk" else 0) + state_bytes_on("disk", size, home)
         if home.grads == "disk":
             read += wide * load.passes if load.passes > 1 else size.grad_bytes
             written += size.grad_bytes + wide * (load.passes - 1)
