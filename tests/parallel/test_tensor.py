@@ -231,7 +231,16 @@ def refused():
     small = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError) as error:
         unwall.shard(build(), None, small)
-    return [*said, str(error.value)]
+    said.append(str(error.value))
+    with pytest.raises(TypeError, match=r"mesh is a DeviceMesh, .* got str"):
+        unwall.shard(build(), None, "dp")
+    with pytest.raises(TypeError, match=r"mesh is a DeviceMesh, .* got NoneType"):
+        unwall.parallelize(build(), None)
+    few = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not in the mesh"):
+            unwall.shard(build(), None, few)
+    return said
 
 
 def test_bad_meshes_are_refused(ranks):

@@ -10,8 +10,9 @@ from unwall.parallel.mesh import describe, roles_of, sizes_of
 def pipeline_options(mesh: DeviceMesh | None, microbatches: int | None, given: dict[str, Any]) -> dict[str, Any] | None:
     """What ``pipeline`` is called with, taken out of ``given``. None: the model is not cut into stages."""
     cuts: dict[str, Any] = {name: given.pop(name) for name in ("loss", "schedule", "split") if name in given}
+    staged = mesh is not None and sizes_of(mesh, "pipeline")
     where = "without a mesh" if mesh is None else f"over {describe(mesh)}"
-    if microbatches is None and mesh is not None and sizes_of(mesh, "pipeline"):
+    if microbatches is None and staged:
         raise ValueError(
             f"from_pretrained {where}: say how it is trained, part, schedule = unwall.from_pretrained(path, plan, mesh, "
             "microbatches=8, loss=loss)"
