@@ -126,7 +126,6 @@ def _plan(
     as_json: bool, verbose: bool, vocab: int, **options: Any,
 ) -> None:  # fmt: skip
     from unwall.planner.choose import check_objective
-    from unwall.planner.dryrun import dry_run as rehearse
     from unwall.planner.public import kept_of, machine_of
     from unwall.planner.public import plan as choose
     from unwall.planner.read import read_dtype, read_model
@@ -143,7 +142,11 @@ def _plan(
         machine = machine.with_nodes(nodes, gpus)
         ranks = machine.devices
     found = choose(outline, hardware=machine, ranks=ranks, compute_dtype=read_dtype(dtype), compare=verbose, **options)
-    checked = rehearse(outline, found) if dry_run else None
+    checked = None
+    if dry_run:
+        from unwall.planner.dryrun import dry_run as rehearse
+
+        checked = rehearse(outline, found)
     if plot is not None:
         from unwall.planner.draw import plan_picture
 

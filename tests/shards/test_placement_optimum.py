@@ -15,6 +15,7 @@ is left between "all" and "one after the other" is bounded. So what is asserted 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from random import Random
 
 import pytest
 
@@ -41,6 +42,7 @@ from unwall.shards.placement import (
     ring_slot_bytes,
     working_bytes,
 )
+from unwall.shards.tally import Tally
 from unwall.tiers.sizes import ALIGNMENT
 
 TIERS = ("device", "host", "disk")
@@ -295,3 +297,18 @@ def test_a_faster_home_never_adds_to_what_comes_and_goes(sizes):
             assert host_working_bytes(sizes, better) <= host_working_bytes(sizes, homes)
             assert working_bytes(sizes, better) <= working_bytes(sizes, homes)
             assert need(sizes, better)[0] >= need(sizes, homes)[0]
+
+
+def test_groups_counted_by_kind_take_what_they_take_one_by_one():
+    random = Random(0)
+    sizes = [group(SMALL * random.choice((1, 2, 3)), trainable=random.random() < 0.8, passes=2) for _ in range(40)]
+    homes = [random.choice(HOMES) for _ in sizes]
+    tally = Tally(sizes, [DISK] * len(sizes))
+    for index, home in enumerate(homes):
+        tally.move(index, home)
+        now = [*homes[: index + 1], *[DISK] * (len(sizes) - index - 1)]
+        assert tally.homes == now
+        for bytes_of in (device_bytes_of, host_bytes_of, disk_bytes_of):
+            assert tally.held_bytes(bytes_of) == sum(bytes_of(*pair) for pair in zip(sizes, now, strict=True))
+        for working in (working_bytes, host_working_bytes, ring_slot_bytes):
+            assert working(*tally.some()) == working(sizes, now)
