@@ -279,7 +279,7 @@ def _console() -> Any:
 @contextmanager
 def _said_plainly() -> Iterator[None]:
     """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where the
-    answer is no (nothing fits, a checkpoint is damaged)."""
+    answer is no (nothing fits)."""
     try:
         yield
         sys.stdout.flush()
@@ -289,7 +289,7 @@ def _said_plainly() -> Iterator[None]:
     except (ValueError, RuntimeError, OSError) as error:
         options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", str(error))
         typer.echo(f"unwall: {options}", err=True)
-        refused = type(error).__name__ in ("DoesNotFitError", "CheckpointError")
+        refused = type(error).__name__ == "DoesNotFitError"
         raise typer.Exit(code=1 if refused else 2) from None
 
 
