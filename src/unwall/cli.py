@@ -285,7 +285,7 @@ def _console() -> Any:
 @contextmanager
 def _said_plainly() -> Iterator[None]:
     """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where the
-    answer is no (nothing fits, a checkpoint is damaged)."""
+    answer is no (nothing fits)."""
     try:
         yield
         sys.stdout.flush()
@@ -298,7 +298,7 @@ def _said_plainly() -> Iterator[None]:
             said = f"{os.fsdecode(error.filename)}: {error.strerror}"
         options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", said)
         typer.echo(f"unwall: {options}", err=True)
-        refused = type(error).__name__ in ("DoesNotFitError", "CheckpointError")
+        refused = type(error).__name__ == "DoesNotFitError"
         raise typer.Exit(code=1 if refused else 2) from None
 
 
