@@ -20,6 +20,7 @@ from torch import nn
 from unwall.native.ticket import NativeTicket
 from unwall.optim.python_job import PythonJob
 from unwall.optim.rule import Span
+from unwall.optim.wrapped_inner import CALLS, HOOKS
 from unwall.shards.group import Group
 from unwall.shards.master import PIECE_ELEMENTS, join, split_into
 from unwall.shards.states import StateSpec, moment_dtype
@@ -68,10 +69,11 @@ class InnerPiece:
 
 
 def bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy of an optimizer without parameters, states and hooks. What a scheduler put over its ``step`` stays behind, too."""
+    """A copy of an optimizer without parameters, states and hooks. What was put over its methods stays behind, too: a
+    scheduler's ``step``, and all that is passed on to the one that wraps it."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    made.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name != "step"}
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    made.__dict__ = {name: value for name, value in optimizer.__dict__.items() if name not in CALLS}
+    for name in HOOKS:
         made.__dict__[name] = collections.OrderedDict()
     made.param_groups = []
     made.state = collections.defaultdict(dict)

@@ -15,6 +15,7 @@ from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, put_whole_state, whole_states
 from unwall.optim.torch_rule import NO_PAST, InnerStep, Past, TorchRule, bare, past_of, probe, take_step
+from unwall.optim.wrapped_inner import share_options, stand_for
 from unwall.shards.states import StateSpec, moment_dtype
 
 
@@ -35,10 +36,10 @@ class Wrapped(ShardedOptimizer):
         for group in self.param_groups:
             self._learn(group)
         self._take_in(list(self._params()))
-        inner._unwall_inner = True  # type: ignore[attr-defined]
         self._shell = bare(inner)
         self._next: tuple[torch.optim.Optimizer, dict[nn.Parameter, Past]] = (self._shell, {})
         """What the step that is being taken makes of the inner optimizer and of pasts."""
+        stand_for(self, inner)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -131,6 +132,7 @@ class Wrapped(ShardedOptimizer):
     def _count_step(self, held: list[Held]) -> None:
         self._shell, pasts = self._next
         self._past.update(pasts)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # what its schedulers ask
         self._count_params(held)
 
     def _tensor_names(self, param: nn.Parameter) -> list[str]:
@@ -186,6 +188,10 @@ class Wrapped(ShardedOptimizer):
         self._load_options(state_dict)
         load_whole_states(self, states)
         self._past = loaded
+
+    def _load_options(self, state_dict: dict[str, Any]) -> None:
+        super()._load_options(state_dict)
+        share_options(self, self.inner)
 
     def _expect(self, number: int, param: nn.Parameter, entry: Mapping[str, Any]) -> None:
         """A state dict must have what the optimizer keeps now. It may have more: options come with it, and may ask for more."""

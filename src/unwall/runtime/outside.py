@@ -10,6 +10,9 @@ all parameters needs memory for one of them (over ranks: for one group), and one
 What is kept until the parameters have changed (a step) has the values of before. That is said once; a write to it cannot be
 taken any more, and raises.
 
+``p.data = tensor`` gives a parameter another value, and leaves the one before to whoever holds it (a backup of an average's).
+The tensor itself is lent then where it can be: what is written to it later reaches the parameter, as in torch.
+
 With several ranks the values come by collectives. Who takes part follows from the order of reads alone, never from when some
 rank's garbage goes: all ranks must read the same parameters in the same order, and one that does not is a DivergedError.
 """
@@ -23,9 +26,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from unwall.runtime.absent import absent_class_of, keep
+from unwall.runtime.absent import absent_class_of, keep, shares
 from unwall.runtime.engine import Engine
 from unwall.runtime.near import Near
+from unwall.runtime.refusals import refuse_tracing
 from unwall.runtime.tiled_functions import compute
 from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
@@ -54,6 +58,14 @@ class Lent:
         self._aliases: list[weakref.ref[torch.Tensor]] = []
         self._own_uses = storage_uses(local(tensor))
         self._sums = _sums(tensor) if tensor.device.type == "cpu" else None  # a numpy array may be made without our seeing it
+
+    def succeeded_by(self, tensor: torch.Tensor) -> "Lent":
+        """``param.data = tensor``: from now on that is the value, and counts as written. This one is the user's, if he has a
+        part of it: as in torch it keeps what it had."""
+        following = Lent(self.param, tensor, self.version)
+        following._own_uses = self._own_uses  # whatever else refers to it is the user's
+        following._wrote = True
+        return following
 
     def handed_out(self, result: torch.Tensor, counter: bool = False) -> None:
         """The user has got a tensor that shares the memory. ``counter``: it has a version counter of its own."""
@@ -203,9 +215,26 @@ class Outside:
             )
         lent = self.lend(param)
         part, held = local_part_of(param, value), local(lent.tensor)
-        if not (part.dtype == held.dtype and part.data_ptr() == held.data_ptr() and lent.changed):
-            with torch.no_grad():
+        if part.dtype == held.dtype and part.data_ptr() == held.data_ptr() and part.stride() == held.stride():
+            return  # what was written to it is found out as always
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self._can_be_adopted(part, held):
+                self._lent[id(param)] = lent.succeeded_by(part.detach())
+            elif not lent.held:
                 held.copy_(part)
+            else:
+                following = lent.succeeded_by(distributed_like(param, torch.empty_like(held)))
+                local(following.tensor).copy_(part)
+                self._lent[id(param)] = following
+
+    def _can_be_adopted(self, part: torch.Tensor, held: torch.Tensor) -> bool:
+        """Whether a tensor of the user's may be the lent value itself: the whole of its storage, and nobody else's."""
+        if type(part) not in (torch.Tensor, nn.Parameter) or (part.dtype, part.device) != (held.dtype, held.device):
+            return False
+        whole = part.layout is torch.strided and part.is_contiguous() and not part.is_inference()
+        if not whole or part.untyped_storage().nbytes() != part.numel() * part.itemsize:
+            return False
+        return not any(shares(part, other.tensor) for other in (*self._lent.values(), *self._old))
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         group, slot = self._group(param)
@@ -291,6 +320,7 @@ def watch_outside(engine: Engine) -> None:
     """From now on parameters that no pass shows are absent ones. Again where groups have come since."""
     if engine.outside is None:
         engine.outside = Outside(engine)
+        engine.edges.append(refuse_tracing)
     for group in engine.groups:
         if group.faces.away is None:
             engine.outside.follow(group)

@@ -1,8 +1,9 @@
-"""Other ways to spread a model over ranks, which cannot be put around or upon a sharded one: refused by name."""
+"""Other ways to spread a model over ranks, or to record it, that cannot be put around or upon a sharded one: refused."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 try:
@@ -35,6 +36,25 @@ def _refused(name: str) -> RuntimeError:
     )
 
 
+def refuse_tracing() -> None:
+    """A pass is about to begin: not one that a compiler for other machines records."""
+    if torch._C._get_tracing_state() is not None:
+        _refuse_recording("torch.jit.trace")
+    if torch.compiler.is_exporting():
+        _refuse_recording("torch.export")
+
+
+def _refuse_script() -> NoReturn:
+    _refuse_recording("torch.jit.script")
+
+
+def _refuse_recording(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} of a sharded model: its parameters come and go. Build a plain model, load model.state_dict() into it, and use "
+        f"{name} on that"
+    )
+
+
 class _Applied(dict[str, Any]):
     """Where torch notes which of its functions were applied to a module. It looks here before it applies one."""
 
@@ -48,6 +68,7 @@ class _Applied(dict[str, Any]):
 
 
 def refuse_upon(module: nn.Module) -> None:
-    """From now on ``fully_shard`` of this module raises."""
+    """From now on ``fully_shard`` and ``torch.jit.script`` of this module raise."""
+    module.__dict__["__prepare_scriptable__"] = _refuse_script
     if REGISTRY_KEY:
         module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))

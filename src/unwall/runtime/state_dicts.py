@@ -5,6 +5,11 @@ torch loads module by module: what is wrong in the last module shows when all ot
 load looks at everything below its module before anything is written, and raises what torch would have raised at the end. The
 ranks compare what they were given, by checksums: tensors that only rank 0 has are taken from there (``state_dict`` gives them
 to rank 0 only), anything else that differs is an error on every rank.
+
+[Note: copies]
+What torch's ``state_dict`` gives shares memory with the parameters, and there are loops that load by writing to it
+(``model.state_dict()[name].copy_(value)``). Ours gives copies. Their version counters are kept until the parameters change, and
+a write to one is an error at the next edge.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,19 +38,59 @@ class StateDictHooks:
         self._outermost: nn.Module | None = None
         self._missing_elsewhere: list[tuple[Ranks, dict[str, Given]]] = []
         """What some rank was not given, of each set of ranks that compare what they were given, in their order."""
+        self._copies: list[tuple[str, torch.Tensor, int]] = []
+        """What ``state_dict`` gave since the parameters have last changed: names, and what counts the writes to it."""
+        self._copied_at = -1
+        self._saving = False
+        engine.edges.append(self._look_at_copies)
 
     def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
         for name, param in module._parameters.items():
             if param is None or prefix + name not in state_dict or id(param) not in self.engine.places:
                 continue
-            value = self._reader.get(param)
+            if state_dict[prefix + name] is param:
+                continue  # keep_vars
+            self._saving = True
+            try:
+                value = self._reader.get(param)
+            finally:
+                self._saving = False
             if value is None:
                 del state_dict[prefix + name]
             else:
                 state_dict[prefix + name] = value
+                self._count_writes(prefix + name, value)
         if prefix == "":
             self._reader.forget()
+
+    def _count_writes(self, name: str, value: torch.Tensor) -> None:
+        """See [Note: copies]."""
+        if self._copied_at != self.engine.version:
+            self._copies.clear()
+            self._copied_at = self.engine.version
+        if not value.is_inference():
+            counter = value.detach()
+            counter.data = counter.new_empty(0)  # keeps the counter, and no memory
+            self._copies.append((name, counter, counter._version))
+
+    def _look_at_copies(self) -> None:
+        """An edge: nobody has written to what ``state_dict`` gave."""
+        if not self._copies or self._saving:
+            return
+        copies, self._copies = self._copies, []
+        if self._copied_at != self.engine.version:
+            return
+        written = [name for name, counter, version in copies if counter._version != version]
+        if written:
+            error = RuntimeError(
+                f"{', '.join(written[:5])} was written in model.state_dict(), whose tensors are copies here: the model has not "
+                "changed. Call model.load_state_dict(...) with them, or write to the parameters under torch.no_grad(). For "
+                "values of your own take copies first: copy.deepcopy(model.state_dict())"
+            )
+            if self.engine.ranks.size > 1:
+                self.engine.executor.agreement.fail(error, spoilt=False)
+            raise error
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -112,6 +157,7 @@ class StateDictHooks:
 
     def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """See [Note: loading]."""
+        self._copies.clear()  # what was written there is loaded now, or need not be in the model
         self.engine.executor.together("load_state_dict")
         wanted = wanted_by(module, prefix, self.engine.places)
         sets = same_model(self.engine.ranks, self.engine.others) or [self.engine.ranks]

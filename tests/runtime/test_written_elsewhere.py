@@ -1,0 +1,148 @@
+"""Values that change where nobody looks at first: ``p.data = tensor``, ``state_dict()``, an optimizer that was wrapped."""
+
+import copy
+
+import pytest
+import torch
+from reference import seeded
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+import unwall
+from unwall.plans import Plan
+
+TIERS = {"device": {}, "host": {"params": "host", "optimizer": "host"}, "disk": {"params": "disk", "optimizer": "disk"}}
+
+
+def build():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def sharded(tier, folder):
+    return unwall.shard(seeded(build), Plan(compute_dtype=torch.float32, disk=folder, **TIERS[tier]))
+
+
+def inputs(seed):
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def apply_and_restore(model, optimizer):
+    """As averages are evaluated."""
+    average = {name: 0.5 * param.data.clone() for name, param in model.named_parameters()}
+    train(model, optimizer, 2)
+    backup = {}
+    for name, param in model.named_parameters():
+        backup[name] = param.data
+        param.data = average[name]
+    yield model(inputs(9))
+    for name, param in model.named_parameters():
+        param.data = backup[name]
+    train(model, optimizer, 1)
+
+
+def swapped(model, optimizer):
+    others = [torch.full_like(param, 0.1) for param in model.parameters()]
+    for param, other in zip(model.parameters(), others, strict=True):
+        param.data, other.data = other.data, param.data
+    yield from others
+    yield model(inputs(9))
+    for param, other in zip(model.parameters(), others, strict=True):
+        param.data, other.data = other.data, param.data
+    train(model, optimizer, 1)
+
+
+def turned_and_written_later(model, optimizer):
+    first = model[0].weight
+    first.data = first.data.t()
+    given = torch.full((4,), 0.3)
+    model[2].bias.data = given
+    given.mul_(2)
+    yield model(inputs(9))
+    train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("use", [apply_and_restore, swapped, turned_and_written_later])
+@pytest.mark.parametrize("tier", TIERS)
+def test_data_that_is_replaced_leaves_the_old_values_to_their_holders(tier, use, tmp_path):
+    plain, model = seeded(build), sharded(tier, tmp_path)
+    expected = [value.detach().clone() for value in use(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))]
+    got = [value.detach().clone() for value in use(model, unwall.AdamW(model.parameters(), lr=1e-2))]
+    for one, other in zip([*expected, *values(plain)], [*got, *values(model)], strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_write_to_what_state_dict_gave_is_told(tier, tmp_path):
+    model = sharded(tier, tmp_path)
+    model.state_dict()["2.bias"].fill_(1.0)
+    with pytest.raises(RuntimeError, match=r"2\.bias was written in model\.state_dict\(\)"):
+        model(inputs(0))
+    model(inputs(0))
+    taken = model.state_dict()
+    for value in taken.values():
+        value.mul_(0.5)
+    model.load_state_dict(taken)
+    model(inputs(0))
+    for one, other in zip(seeded(build).parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.detach(), 0.5 * one.detach())
+    mine = copy.deepcopy(model.state_dict())
+    mine["2.bias"].zero_()
+    kept = model.state_dict()
+    train(model, unwall.AdamW(model.parameters()), 1)
+    kept["2.bias"].zero_()  # a snapshot of before the step
+    model(inputs(0))
+
+
+def test_keep_vars_gives_the_parameters():
+    model = sharded("host", None)
+    model(inputs(0)).square().mean().backward()
+    found = model.state_dict(keep_vars=True)
+    assert all(found[name] is param for name, param in model.named_parameters())
+    assert all(value.grad is not None for value in found.values())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tier", ["device", "disk"])
+def test_what_is_done_to_a_wrapped_optimizer_counts(tier, tmp_path):
+    """A scheduler that knew it before, options set by hand, states saved and loaded, and steps."""
+
+    def run(model, wrap):
+        inner = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        scheduler, seen = StepLR(inner, 1, 0.5), []
+        inner.register_step_pre_hook(lambda *_: seen.append("step"))
+        optimizer = wrap(inner)
+        for _ in range(2):
+            train(model, optimizer, 1)
+            scheduler.step()
+        saved = copy.deepcopy(inner.state_dict())
+        train(model, inner, 1)
+        inner.load_state_dict(saved)
+        inner.param_groups[0]["momentum"] = 0.5
+        train(model, optimizer, 2)
+        return seen
+
+    plain, model = seeded(build), sharded(tier, tmp_path)
+    assert run(plain, lambda inner: inner) == run(model, unwall.wrap)
+    for one, other in zip(values(plain), values(model), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_param_group_added_to_a_wrapped_optimizer():
+    model = sharded("host", None)
+    inner = torch.optim.SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+    optimizer = unwall.wrap(inner)
+    inner.add_param_group({"params": model[0].parameters()})
+    before = values(model)
+    train(model, optimizer, 1)
+    assert all(not torch.equal(one, other) for one, other in zip(before, values(model), strict=True))
