@@ -35,6 +35,7 @@ from unwall.runtime.meta_buffers import fill_meta_buffers
 from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
 from unwall.runtime.resources import open_tiers, room_on
+from unwall.runtime.shared_memory import refuse_shared
 from unwall.runtime.shelf import Shelf
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
@@ -363,12 +364,15 @@ def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex():
             raise ValueError(f"parameter {name} is complex, which no optimizer here updates: hold it as view_as_real")
+        if param.layout is not torch.strided:
+            raise ValueError(f"parameter {name} is {param.layout}, expected a dense one: hold its values() as the parameter")
         if engine_of(param) is not None:
             raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
         places.setdefault(param.device, name)
     if len(places) > 1:
         listed = ", ".join(f"{name} on {device}" for device, name in places.items())
         raise ValueError(f"all parameters must be on one device before sharding, got {listed}: move them with model.to(...)")
+    refuse_shared(model.named_parameters(), model.named_buffers())
 
 
 def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:

@@ -169,6 +169,7 @@ class AdamW(ShardedOptimizer):
         return self._early.commit_or(engine, group, runs, factor, work)
 
     def _nothing_to_update(self) -> None:
+        super()._nothing_to_update()
         self._early.applied.clear()
 
     def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep], clipped: bool) -> None:

@@ -1,7 +1,7 @@
 """A step that fails on one rank, after others may have taken theirs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from unwall.tiers.ledger import BudgetError
 
 if TYPE_CHECKING:
     from unwall.optim.sharded import ShardedOptimizer
+    from unwall.runtime.engine import Engine
 
 _OWN_FAULTS = (OSError, MemoryError, BudgetError, torch.OutOfMemoryError)
 """What befalls one rank, beside interrupts. Other errors (a value that makes no sense) come to all of them alike."""
@@ -42,3 +43,13 @@ def told_to_all(step: "Callable[..., Any]") -> "Callable[..., Any]":
             raise
 
     return checked
+
+
+def refuse_inside_backward(engines: "Iterable[Engine]") -> None:
+    """RuntimeError where a step comes out of a hook while backward still reads the parameters that it would take away."""
+    for engine in engines:
+        if engine.backward.running and not all(group.flat_is_home for group in engine.groups):
+            raise RuntimeError(
+                "optimizer.step() inside backward (from a hook on a parameter): the groups of the model are still being read. "
+                "Call step() after backward; unwall.AdamW(..., update_in_backward=True) updates while it runs"
+            )

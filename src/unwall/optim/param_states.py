@@ -1,8 +1,9 @@
 """The states of one parameter, to read and to set by hand."""
 
+from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,6 +28,26 @@ class ParamNumbers(dict[str, Any]):
             f"optimizer.state[param][{name!r}]: the states of a sharded model live in shards, on their tier. Write "
             f"optimizer.states(param)[{name!r}]"
         )
+
+
+class NumbersOfAll(defaultdict[torch.Tensor, Any]):
+    """``optimizer.state``. Whoever empties it means the moments, too, which are not there: that is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(ParamNumbers)
+
+    def __delitem__(self, param: torch.Tensor) -> NoReturn:
+        refuse_forgetting()
+
+    def clear(self) -> NoReturn:
+        refuse_forgetting()
+
+
+def refuse_forgetting() -> NoReturn:
+    raise RuntimeError(
+        "optimizer.state was emptied or replaced, but the states of a sharded model live in shards, on their tier, and would "
+        "stay. To begin anew build another optimizer, or set optimizer.states(param)[name] and its 'step' to zero"
+    )
 
 
 class ParamStates(MutableMapping[str, Any]):

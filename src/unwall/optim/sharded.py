@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -13,12 +12,12 @@ from torch.autograd.graph import increment_version
 from unwall.native import interrupts
 from unwall.native.ticket import NativeTicket
 from unwall.optim.alone import alone, alone_after_closure
-from unwall.optim.failed_step import told_to_all
+from unwall.optim.failed_step import refuse_inside_backward, told_to_all
 from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
 from unwall.optim.measure import Held, measure
 from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
-from unwall.optim.param_states import ParamNumbers, ParamStates
+from unwall.optim.param_states import NumbersOfAll, ParamStates, refuse_forgetting
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
@@ -27,6 +26,7 @@ from unwall.optim.updates import Factor, HostUpdate, Work
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, owners
 from unwall.runtime.newcomers import take_in_with
+from unwall.schedule.agreement import in_backward
 from unwall.shards.group import Group
 
 Found = tuple[Engine, Group, int]
@@ -62,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._known_engines: tuple[object, list[weakref.ref[Engine]]] = (None, [])
         super().__init__(params, defaults)
-        self.state = defaultdict(ParamNumbers)
+        self.state = NumbersOfAll()
         self.own = own_states(self)
         """The rule's states of each group."""
 
@@ -118,6 +118,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if type(self.state) is not NumbersOfAll:
+            refuse_forgetting()
+        if in_backward():
+            refuse_inside_backward(self.engines())
         held = self._complete()
         for engine, index, _ in held:
             engine.gradients[index].check()  # before anything is updated
@@ -257,6 +261,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _nothing_to_update(self) -> None:
         """A step without gradients."""
+        if not self.engines() and any(True for _ in self._params()):
+            raise RuntimeError(
+                "the model whose parameters this optimizer updates is gone, and its values with it: keep the model for as long "
+                "as it is trained"
+            )
 
     def engines(self) -> list[Engine]:
         """The sharded models whose parameters this optimizer updates."""

@@ -91,9 +91,24 @@ def keep(param: nn.Parameter, keeper: Keeper) -> None:
 def keeper_of(param: nn.Parameter) -> Keeper | None:
     found = _keepers.get(param)
     keeper: Keeper | None = found() if found is not None else None
-    if keeper is None:  # its model is gone, and its values with it
+    if keeper is None:
+        if is_absent(param):
+            _refuse_lost(param)
         param.__class__ = _ABSENT.get(type(param), type(param))
     return keeper
+
+
+def _refuse_lost(param: nn.Parameter) -> None:
+    """Its model is gone. Unless it was a view of a buffer that stays, so are its values: there is one NaN for all elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        part = local(param)
+        lost = part.numel() > 0 and part.untyped_storage().nbytes() <= part.itemsize
+        shape = tuple(param.shape)
+    if lost:
+        raise RuntimeError(
+            f"a parameter of shape {shape} outlives the sharded model that it belonged to, and its values went with the model: "
+            "keep the model, or take parameter.detach().clone() before"
+        )
 
 
 def _named(*names: str) -> set[Any]:

@@ -36,7 +36,8 @@ def engine_of(thing: nn.Module | nn.Parameter) -> Engine | None:
 def refuse_copy() -> NoReturn:
     raise RuntimeError(
         "a sharded model cannot be deep-copied: its parameters are only shards. "
-        "Copy the model before unwall.shard, or build a new one and load model.state_dict() into it."
+        "Copy the model before unwall.shard, or build a new one and load model.state_dict() into it. For an average of its "
+        "parameters: unwall.ema(model, decay)."
     )
 
 

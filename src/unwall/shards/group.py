@@ -459,5 +459,7 @@ def _quietly(tensor: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.zeros((), dtype=dtype, device=device)
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
     return torch.full((), value, dtype=dtype, device=device)
