@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unwall.shards.layout import Layout
-from unwall.shards.local import local, show
+from unwall.shards.local import is_distributed, local, show
 
 
 class Faces:
@@ -61,6 +61,28 @@ class Faces:
         """No pass is shown this parameter."""
         if self.away is not None and type(self._params[slot]) in (self._plain, self.near):
             self._params[slot].__class__ = self.away
+
+    def hide_all(self) -> None:
+        """No pass is shown any of them."""
+        away, plain, near = self.away, self._plain, self.near
+        for param in self._params if away is not None else ():
+            kind = type(param)
+            if kind is plain or kind is near:
+                param.__class__ = away  # type: ignore[assignment]
+
+    def show_all(self, tensors: Sequence[torch.Tensor], whole: Sequence[bool] | None = None) -> None:
+        """All parameters are plain and show their tensor, or those that are ``whole``."""
+        away, plain, near = self.away, self._plain, self.near
+        for slot, param in enumerate(self._params):
+            if whole is not None and not whole[slot]:
+                continue
+            kind = type(param)
+            if kind is near or kind is away:
+                param.__class__ = plain
+            if is_distributed(param):
+                show(param, tensors[slot])
+            else:
+                param.data = tensors[slot]
 
     def opened(self) -> None:
         """All parameters show the flat buffer: what is written from now on counts."""
@@ -106,19 +128,23 @@ class Faces:
                 self.written(changed)
         finally:
             self.before.clear()
-            for slot in range(len(self._params)):
-                self.hide(slot)
+            self.hide_all()
 
     def _changed(self, flat: torch.Tensor) -> list[int]:
         if len(self._versions) != len(self._params):
             return []
         versions, start = _versions(self._params), flat.data_ptr()
         through_data = {slot for slot, tensor, version in self._lent if tensor._version != version}
+        of_this_rank = local if self._params and is_distributed(self._params[0]) else None
         return [
             at
             for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
             if offset >= 0
-            and (versions[at] != self._versions[at] or local(param).data_ptr() != start + offset or at in through_data)
+            and (
+                versions[at] != self._versions[at]
+                or (param if of_this_rank is None else of_this_rank(param)).data_ptr() != start + offset
+                or at in through_data
+            )
             and type(param) in (self._plain, self.near)
         ]
 
