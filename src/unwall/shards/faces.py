@@ -135,16 +135,11 @@ class Faces:
             return []
         versions, start = _versions(self._params), flat.data_ptr()
         through_data = {slot for slot, tensor, version in self._lent if tensor._version != version}
-        of_this_rank = local if self._params and is_distributed(self._params[0]) else None
         return [
             at
             for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
             if offset >= 0
-            and (
-                versions[at] != self._versions[at]
-                or (param if of_this_rank is None else of_this_rank(param)).data_ptr() != start + offset
-                or at in through_data
-            )
+            and (versions[at] != self._versions[at] or local(param).data_ptr() != start + offset or at in through_data)
             and type(param) in (self._plain, self.near)
         ]
 
