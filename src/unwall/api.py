@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
+from unwall.checkpoint.public import StrPath
 from unwall.optim.sharded import ShardedOptimizer
+from unwall.parallel.alike import check_alike
 from unwall.parallel.mesh import check_mesh, check_without_mesh, describe, everyone_in, read_mesh, roles_of, sizes_of
 from unwall.parallel.nodes import find_nodes
+from unwall.parallel.options import pipeline_options
 from unwall.parallel.peers import Peers
 from unwall.parallel.tensor import parallelize
 from unwall.parallel.values import start_value
@@ -73,6 +76,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     ranks, others = (
         (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
     )
+    check_alike(plan, ranks, others)
     plan = find_nodes(plan, ranks, mesh)
     room = smallest(ranks.every(room_on(device.device, plan, paged_bytes(model))))
     number = ranks.rank if others is None or others.everyone is None else others.everyone.rank
@@ -117,28 +121,55 @@ def pipeline(
     return cut(model, lambda part: shard(part, plan, mesh), engine, mesh, microbatches, loss, schedule, split)
 
 
+@overload
 def from_pretrained(
-    path: str | os.PathLike[str],
+    path: StrPath,
+    plan: Plan | None = ...,
+    mesh: DeviceMesh | None = ...,
+    auto_class: Any = ...,
+    dtype: Any = ...,
+    *,
+    microbatches: None = None,
+    **overrides: Any,
+) -> nn.Module: ...
+
+
+@overload
+def from_pretrained(
+    path: StrPath,
+    plan: Plan | None = ...,
+    mesh: DeviceMesh | None = ...,
+    auto_class: Any = ...,
+    dtype: Any = ...,
+    *,
+    microbatches: int,
+    **overrides: Any,
+) -> tuple[nn.Module, Any]: ...
+
+
+def from_pretrained(
+    path: StrPath,
     plan: Plan | None = None,
     mesh: DeviceMesh | None = None,
     auto_class: Any = None,
     dtype: torch.dtype | str | None = None,
+    *,
+    microbatches: int | None = None,
     **overrides: Any,
-) -> nn.Module:
+) -> nn.Module | tuple[nn.Module, Any]:
     """A sharded model from a directory that ``save_pretrained`` of ``transformers`` wrote. It never exists whole.
 
     ``auto_class``: ``AutoModelForCausalLM`` and the like, or a model's class; by default the class that wrote the directory.
     ``dtype``: what the parameters are in, by default what the config says. ``overrides`` are fields of the config. What the
     files do not hold is initialised, with a warning. As in ``transformers`` the model is in evaluation mode: call ``train()``.
     Where the mesh has a tensor-parallel dimension the model is spread over it, as by ``unwall.parallelize``.
+
+    Where the mesh has a pipeline dimension, say ``microbatches`` and what else ``unwall.pipeline`` takes (``loss``,
+    ``schedule``, ``split``): as from there ``part, schedule`` come back, and each rank reads the weights of its stages alone.
     """
     from unwall.checkpoint.pretrained import build_empty, initialize_missing, refuse_missing  # imports transformers
 
-    if mesh is not None and sizes_of(mesh, "pipeline"):
-        raise ValueError(
-            f"from_pretrained over {describe(mesh)}: build the model on the meta device, unwall.load_weights(model, path), "
-            "then unwall.pipeline(model, plan, mesh=mesh, ...) loads each stage's part"
-        )
+    cuts = pipeline_options(mesh, microbatches, overrides)
     ranks, error = Ranks(_process_group(None) if mesh is None else everyone_in(mesh)), None
     try:
         model = build_empty(path, auto_class, dtype, overrides)
@@ -149,9 +180,9 @@ def from_pretrained(
     except Exception as found:
         error = found
     agree(ranks, error, f"from_pretrained({os.fspath(path)!r})")
-    shard(model, plan, mesh)
+    made = shard(model, plan, mesh) if cuts is None else pipeline(model, plan, **cuts)
     initialize_missing(model, path, keys.missing_keys, keys.unexpected_keys)
-    return model
+    return made
 
 
 @contextmanager

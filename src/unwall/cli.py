@@ -13,10 +13,12 @@ import typer
 from typer.core import TyperCommand
 
 from unwall._version import __version__
+from unwall.train.start import process_age_s
 
 if TYPE_CHECKING:
     from unwall.planner.probe import Progress
 
+_IMPORTED_S = process_age_s()
 app = typer.Typer(add_completion=False)
 
 
@@ -126,7 +128,6 @@ def _plan(
     as_json: bool, verbose: bool, vocab: int, **options: Any,
 ) -> None:  # fmt: skip
     from unwall.planner.choose import check_objective
-    from unwall.planner.dryrun import dry_run as rehearse
     from unwall.planner.public import kept_of, machine_of
     from unwall.planner.public import plan as choose
     from unwall.planner.read import read_dtype, read_model
@@ -134,6 +135,8 @@ def _plan(
 
     if plot is not None and plot.suffix != ".svg":
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
+    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
+        raise ValueError(f"--plot {plot}: {'is a directory' if plot.is_dir() else 'no such directory'}; give a file in one")
     check_objective(options["objective"])  # before a large model is looked at
     kept_of(options["activations"], options["offload_activations"])
     outline = read_model(model, vocab)
@@ -143,7 +146,11 @@ def _plan(
         machine = machine.with_nodes(nodes, gpus)
         ranks = machine.devices
     found = choose(outline, hardware=machine, ranks=ranks, compute_dtype=read_dtype(dtype), compare=verbose, **options)
-    checked = rehearse(outline, found) if dry_run else None
+    checked = None
+    if dry_run:
+        from unwall.planner.dryrun import dry_run as rehearse
+
+        checked = rehearse(outline, found)
     if plot is not None:
         from unwall.planner.draw import plan_picture
 
@@ -217,7 +224,7 @@ def train(
             from unwall.train.command import run
 
             with _progress() as told:
-                code = run(options, told)
+                code = run(options, told, _IMPORTED_S)
     if code:
         raise typer.Exit(code=code)
 
@@ -259,6 +266,8 @@ def inspect(
 
 def _of_run(path: Path) -> Path:
     """The checkpoints of a directory that ``unwall train --out`` made; any other path as it is."""
+    if path.is_file():
+        raise ValueError(f"{path}: is a file; give the directory of a checkpoint, or the one that `unwall train --out` wrote")
     run = path.parent if path.name == "checkpoints" else path
     if not (run / "run.json").is_file():
         return path
@@ -276,7 +285,7 @@ def _console() -> Any:
 @contextmanager
 def _said_plainly() -> Iterator[None]:
     """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where the
-    answer is no (nothing fits, a checkpoint is damaged)."""
+    answer is no (nothing fits)."""
     try:
         yield
         sys.stdout.flush()
@@ -284,9 +293,12 @@ def _said_plainly() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(code=0) from None
     except (ValueError, RuntimeError, OSError) as error:
-        options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", str(error))
+        said = str(error)
+        if isinstance(error, OSError) and said.startswith("[Errno") and error.filename:
+            said = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", said)
         typer.echo(f"unwall: {options}", err=True)
-        refused = type(error).__name__ in ("DoesNotFitError", "CheckpointError")
+        refused = type(error).__name__ == "DoesNotFitError"
         raise typer.Exit(code=1 if refused else 2) from None
 
 

@@ -1,6 +1,8 @@
 """``unwall export`` and ``unwall inspect``: what is in a checkpoint, without the model that wrote it."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import unwall
+from unwall.checkpoint.checksums import crc
+from unwall.checkpoint.manifest import MANIFEST
 from unwall.cli import app
 
 
@@ -74,11 +78,11 @@ def test_inspect_says_what_is_there_and_verifies_it(ranks, tmp_path):
     file.write_bytes(data)
     assert run("inspect", tmp_path / "saved").exit_code == 0
     damaged = run("inspect", tmp_path / "saved", "--verify")
-    assert damaged.exit_code == 1
+    assert damaged.exit_code == 2
     assert "rank-00001.safetensors is damaged" in damaged.output
     assert "Traceback" not in damaged.output
     file.unlink()
-    assert run("inspect", tmp_path / "saved").exit_code == 1
+    assert run("inspect", tmp_path / "saved").exit_code == 2
 
 
 def test_bad_arguments_are_one_line(tmp_path):
@@ -86,5 +90,104 @@ def test_bad_arguments_are_one_line(tmp_path):
         found = run(*args)
         assert found.exit_code == 2
         assert "no complete checkpoint" in found.output
+        assert len(found.output.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def manifest_with(**changes):
+    """Of a checkpoint in ``folder``, with a checksum that fits."""
+
+    def damage(folder):
+        path = folder / MANIFEST
+        content = json.loads(path.read_bytes())["manifest"] | changes
+        body = json.dumps(content, separators=(",", ":"))
+        path.write_text(f'{{"crc32":"{crc(body.encode()):08x}","manifest":{body}}}\n')
+
+    return damage
+
+
+def one_flipped(folder):
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def of_another_program(folder):
+    (folder / MANIFEST).write_text('{"name": "a web application"}')
+
+
+def cut_off(folder):
+    path = folder / MANIFEST
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def without_a_file(folder):
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def too_short(folder):
+    os.truncate(next(folder.glob("*.safetensors")), 5000)
+
+
+DAMAGES = {
+    "flipped bit": one_flipped,
+    "other program": of_another_program,
+    "cut manifest": cut_off,
+    "missing file": without_a_file,
+    "short file": too_short,
+    "no ranks": manifest_with(world_size=0, ranks=[]),
+    "step": manifest_with(step="many"),
+    "model": manifest_with(model=[1]),
+    "versions": manifest_with(versions="1.0"),
+    "files": manifest_with(files=[{"name": "../x", "nbytes": 1, "header_bytes": 1, "header_crc": 1}]),
+    "config": manifest_with(model={"class": "LlamaForCausalLM", "config": {"hidden_size": "wide\nor not"}}),
+    "tensors": manifest_with(tensors=None),
+    "version": manifest_with(version=99),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    return unwall.save(folder, unwall.shard(torch.nn.Linear(64, 64)))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_one_line(plain, tmp_path, damage):
+    folder = tmp_path / "checkpoint-000001"
+    shutil.copytree(plain, folder)
+    DAMAGES[damage](folder)
+    inspected = run("inspect", folder, "--verify")
+    exported = run("export", folder, tmp_path / "out")
+    for found in (inspected, exported) if damage != "config" else (exported,):
+        assert found.exit_code == 2, found.output
+        assert found.stderr.startswith("unwall: ")
+        assert len(found.output.strip().splitlines()) == 1
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["weights", "dcp", "deepspeed", "file", "nothing", "manifest folder"])
+def test_what_others_wrote_is_one_line(tmp_path, kind):
+    folder = tmp_path / "there"
+    folder.mkdir()
+    if kind == "weights":
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"")
+    elif kind == "dcp":
+        (folder / ".metadata").write_bytes(b"")
+    elif kind == "deepspeed":
+        (folder / "mp_rank_00_model_states.pt").write_bytes(b"")
+    elif kind == "file":
+        folder = folder / "model.safetensors"
+        folder.write_bytes(b"")
+    elif kind == "nothing":
+        folder = folder / "no such directory"
+    else:
+        (folder / MANIFEST).mkdir()
+    for found in (run("inspect", folder), run("export", folder, tmp_path / "out")):
+        assert found.exit_code == 2, found.output
+        assert found.stderr.startswith("unwall: ")
+        assert str(folder) in found.stderr
         assert len(found.output.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import signal
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_tools import TIERS, Setup, begin, differing, everything, run, step
-from ranks import rank_and_world
+from ranks import fork_context, rank_and_world
 
 import unwall
 from unwall.checkpoint import stream
@@ -42,15 +44,55 @@ def test_a_full_drive(tmp_path, block):
         assert differing(expected, found) == []
 
 
-def test_a_drive_that_fills_up_meanwhile(tmp_path, monkeypatch):
+@pytest.mark.parametrize("block", [True, False])
+def test_a_drive_that_fills_up_meanwhile(tmp_path, monkeypatch, block):
     """What is free is looked at before; another process may take it."""
     model, optimizer = begin(SETUP, TIERS["disk"], tmp_path)
     with tmpfs(tmp_path / "small", 300 << 10) as folder, monkeypatch.context() as patched:
         patched.setattr("unwall.checkpoint.save._shortage", lambda *_: None)
+
+        def save():
+            found = unwall.save(folder, model, optimizer, {"large": torch.zeros(400 << 10, dtype=torch.uint8)}, block=block)
+            step(model, optimizer, SETUP, 0)
+            found.wait()
+
         with pytest.raises(OSError, match=r"No space left on device: .*\(\d+ bytes\) of .* are missing") as caught:
-            unwall.save(folder, model, optimizer, extra={"large": torch.zeros(400 << 10, dtype=torch.uint8)})
+            save()
         assert caught.value.filename == str(folder / "checkpoint-000001" / "rank-00000.safetensors")
         assert list(folder.glob("checkpoint-*")) == []
+
+
+def save_while_one_dies(rank, path):
+    """Rank 1 dies in its second save. What rank 0 was told, and what is there then, for the parent to read."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    model, optimizer = begin(SETUP, TIERS["host"], path / "tier")
+    unwall.save(path / "saved", model, optimizer, extra="whole")
+    if rank == 1:
+        stream.OutStream._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        unwall.save(path / "saved", model, optimizer, extra="half")
+    except unwall.CheckpointError as error:
+        (path / "told").write_text(str(error))
+        left = sorted(found.name for found in (path / "saved").glob("checkpoint-*"))
+        (path / "left").write_text(" ".join(left))
+    os._exit(0)
+
+
+@pytest.mark.drill
+def test_a_rank_that_dies_is_everyones_error(tmp_path):
+    (tmp_path / "tier").mkdir()
+    both = [fork_context().Process(target=save_while_one_dies, args=(rank, tmp_path)) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=300)
+    assert [process.exitcode for process in both] == [0, -signal.SIGKILL]
+    assert "rank 0 waited for another rank" in (tmp_path / "told").read_text()
+    assert (tmp_path / "left").read_text() == "checkpoint-000001"
+    _, extra = run(tmp_path, "host", 0, 0, load=tmp_path / "saved")
+    assert extra == "whole"
 
 
 def save_on_a_small_drive(folder, path):

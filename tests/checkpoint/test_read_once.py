@@ -11,6 +11,9 @@ from torch import nn
 import unwall
 from unwall.checkpoint import block_reading, waiting
 from unwall.checkpoint.in_file import InFile
+from unwall.checkpoint.reader import CheckpointFiles
+from unwall.checkpoint.restoring import Restorer
+from unwall.native.library import DiskError
 from unwall.plans import Plan
 
 WIDTH = 1100
@@ -115,6 +118,38 @@ def test_damage_in_the_last_byte_leaves_everything_as_it_was(saved, tmp_path, ti
     assert differing(before, states(model)) == []
     ledgers = unwall.api.engine(model).tiers.ledgers
     assert {name: ledger.live_bytes for name, ledger in ledgers.items()} == live
+    unwall.load(path, model, optimizer)
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def test_what_cannot_be_set_back_keeps_no_other_state_from_it(saved, monkeypatch, tmp_path):
+    """A drive that fails while a failed load is undone: all other states are as before, and those that are not are named."""
+    path, expected = saved
+    model, optimizer = train(TIERS["disk"], tmp_path, steps=0)
+    before = states(model)
+    broken = [f"{state} of group {unwall.api.engine(model).groups[0].name}" for state in ("exp_avg", "exp_avg_sq")]
+    put, undoing = Restorer._put, []
+
+    def failing(restorer, held, start, values):
+        if undoing and held.block.label in broken:
+            raise DiskError(5, f"writing the {held.block.label} failed", "drive", start, values.nbytes)
+        put(restorer, held, start, values)
+
+    monkeypatch.setattr(Restorer, "_put", failing)
+    close = CheckpointFiles.close
+    file = path / "rank-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointFiles, "close", lambda files: (undoing.append(True), close(files)))
+        with pytest.raises(RuntimeError, match=r"does not have its checksum.* But 2 states .*could not be set back") as caught:
+            unwall.load(path, model, optimizer)
+    file.write_bytes(content)
+    assert all(label in str(caught.value) for label in broken)
+    assert not isinstance(caught.value, unwall.CheckpointError)  # which says that nothing was changed
+    assert isinstance(caught.value.__cause__, unwall.CheckpointError)
+    assert set(differing(before, states(model))) == set(broken)
+    undoing.clear()
     unwall.load(path, model, optimizer)
     assert differing(expected, everything(model, optimizer)) == []
 

@@ -1,5 +1,7 @@
 """Weights and checkpoints of models that are spread over tensor ranks or cut into pipeline stages: whole files, any mesh."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +107,57 @@ def test_weights_of_a_plain_model_by_name(ranks, tmp_path):
     assert keys == [[], []]
     for state in (*found, load_file(tmp_path / "out/model.safetensors")):
         same(state, values)
+
+
+def stages_read(folder, shape, schedule, absent):
+    """A directory of ``save_pretrained`` into pipeline stages: what each of them holds, trains, reads and writes."""
+    mesh, stored = mesh_of(**shape), []
+    options = {"microbatches": 4, "loss": loss_of, "schedule": schedule, "dtype": torch.float32}
+    with pytest.warns(UserWarning, match=absent) if absent else contextlib.nullcontext():
+        part, runs = unwall.from_pretrained(folder, HOST, mesh, **options)
+    for name, param in part.named_parameters():
+        stored.append((name, param.numel()))
+    before = part.train().state_dict()
+    optimizer = unwall.AdamW(part.parameters(), **ADAMW, max_grad_norm=1.0)
+    run_steps(mesh, runs, optimizer, 1)
+    unwall.export_weights(part, f"{folder}/out")
+    return stored, before, part.state_dict()
+
+
+def over_ranks(results, at):
+    return {name: value for result in results for name, value in result[at].items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"),
+    [({"pp": 2, "dp": 2}, "Interleaved1F1B"), ({"pp": 2, "tp": 2}, "1F1B")],
+    ids=["data ranks", "tensor ranks"],
+)
+def test_a_directory_goes_into_the_stages_of_a_pipeline(ranks, tmp_path, shape, schedule):
+    plain = llama(layers=4)
+    plain.save_pretrained(tmp_path)
+    results = ranks(4).run(stages_read, str(tmp_path), shape, schedule, "")
+    whole_numel = sum(param.numel() for param in plain.parameters())
+    for stored, _, _ in results:
+        assert sum(numel for _, numel in stored) < 0.7 * whole_numel
+    same(over_ranks(results, 1), plain.state_dict())
+    again, keys = type(plain).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(keys.values())
+    same(again.state_dict(), over_ranks(results, 2))
+    assert not torch.equal(again.lm_head.weight, plain.lm_head.weight)
+
+
+def test_a_weight_of_one_stage_that_no_file_holds(ranks, tmp_path):
+    plain = llama()
+    plain.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    results = ranks(4).run(stages_read, str(tmp_path), {"pp": 2, "dp": 2}, "1F1B", "lm_head")
+    found = over_ranks(results, 1)
+    head = found.pop("lm_head.weight")
+    assert 0.01 < head.std() < 0.03
+    same(found, {name: value for name, value in plain.state_dict().items() if name != "lm_head.weight"})
 
 
 class Counted(nn.Module):
@@ -228,9 +281,13 @@ def test_stages_of_a_decoder_over_tensor_ranks(ranks, tmp_path):
 def refused(folder):
     """Before anything is written or allocated."""
     mesh, said = mesh_of(pp=2, tp=2), []
-    with pytest.raises(ValueError, match="build the model on the meta device") as error:
+    with pytest.raises(ValueError, match=r"unwall.from_pretrained\(path, plan, mesh, microbatches=8") as error:
         unwall.from_pretrained(folder, PLAN, mesh)
     said.append(str(error.value))
+    with pytest.raises(ValueError, match="loss, which are for a pipeline"):
+        unwall.from_pretrained(folder, PLAN, mesh_of(dp=4), loss=loss_of)
+    with pytest.raises(ValueError, match="over a mesh of dp 4: expected a mesh with a dimension 'pp'"):
+        unwall.from_pretrained(folder, PLAN, mesh_of(dp=4), microbatches=2)
     _, part, _, _ = cut(layers(), {"pp": 2, "dp": 2})
     optimizer = unwall.AdamW(part.parameters(), lr=0.1 * (1 + dist.get_rank() // 2))
     with pytest.raises(unwall.CheckpointError) as error:

@@ -104,8 +104,14 @@ def refused():
         (layers(), {"split": [4, 5]}),
         (layers(), {"schedule": "2F2B"}),
         (layers(), {"mesh": mesh_of(dp=4)}),
+        (layers(), {"split": [1.5] * 2}),
+        (layers(), {"split": 2}),
+        (layers(), {"schedule": None}),
+        (layers(), {"loss": "mse"}),
+        ("layers", {}),
+        (unwall.shard(layers(), None, mesh_of(dp=4)), {}),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as error:
             unwall.pipeline(model, **{"mesh": mesh, "microbatches": 4, "loss": F.mse_loss, **options})
         said.append(str(error.value))
     return said
@@ -113,6 +119,24 @@ def refused():
 
 def test_bad_input_is_refused(ranks):
     expected = ["4 stages, but", "are one parameter", "cannot be cut", "add up to", "schedule='2F2B'", "expected one"]
+    expected += ["split=[1.5, 1.5]: expected 2 whole", "split=2: expected", "schedule=None", "loss is a function"]
+    expected += ["takes an nn.Module, got str", "already sharded"]
     for said in ranks(4).run(refused):
         for part, text in zip(expected, said, strict=True):
             assert part in text, text
+
+
+def tried_again():
+    """A plan that does not fit, and then one that does, with the same model."""
+    mesh, model = mesh_of(pp=2, dp=2), layers()
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(unwall.PlanError):
+        unwall.pipeline(model, unwall.Plan(device_bytes=1), mesh=mesh, microbatches=4, loss=F.mse_loss)
+    assert [name for name, _ in model.named_parameters()] == names
+    part, _ = unwall.pipeline(model, unwall.Plan(), mesh=mesh, microbatches=4, loss=F.mse_loss)
+    return len(list(part.parameters())), len(names)
+
+
+def test_a_refused_plan_leaves_the_model_whole(ranks):
+    results = ranks(4).run(tried_again)
+    assert results[0][0] + results[2][0] == results[0][1]

@@ -231,7 +231,16 @@ def refused():
     small = torch.distributed.device_mesh.DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError) as error:
         unwall.shard(build(), None, small)
-    return [*said, str(error.value)]
+    said.append(str(error.value))
+    with pytest.raises(TypeError, match=r"mesh is a DeviceMesh, .* got str"):
+        unwall.shard(build(), None, "dp")
+    with pytest.raises(TypeError, match=r"mesh is a DeviceMesh, .* got NoneType"):
+        unwall.parallelize(build(), None)
+    few = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not in the mesh"):
+            unwall.shard(build(), None, few)
+    return said
 
 
 def test_bad_meshes_are_refused(ranks):
@@ -239,3 +248,37 @@ def test_bad_meshes_are_refused(ranks):
     for said in ranks(4).run(refused):
         for part, text in zip(expected, said, strict=True):
             assert part in text, text
+
+
+def different_plans(cases):
+    """What is said where the first or the last rank has another plan than the others."""
+    mesh, said = mesh_of(dp=2, tp=2), []
+    for where, fields, special in cases:
+        mine = fields[int(dist.get_rank() == special)]
+        with pytest.raises(unwall.PlanError) as error:
+            unwall.shard(build(), unwall.Plan(**mine), mesh if where == "mesh" else None)
+        said.append(str(error.value))
+    unwall.shard(build(), unwall.Plan(disk=f"/tmp/own-{dist.get_rank()}"))  # a drive of its own is no difference
+    return said
+
+
+def test_plans_that_differ_between_ranks_are_refused(ranks):
+    cases, expected = [], []
+    for where, fields, special, words in (
+        ("", ({}, {"node_ranks": 2}), 3, "node_ranks is None on ranks 0, 1, 2, 2 on rank 3"),
+        (
+            "",
+            ({"node_ranks": 2}, {"node_ranks": 2, "replica": "node"}),
+            0,
+            "replica is 'node' on rank 0, None on ranks 1, 2, 3",
+        ),
+        ("", ({}, {"optimizer": "host"}), 3, "optimizer is 'auto' on ranks 0, 1, 2, 'host' on rank 3"),
+        ("mesh", ({}, {"device_bytes": 1 << 30}), 3, "device_bytes is None on rank 1, 1073741824 on rank 3"),
+        ("mesh", ({}, {"stage": 1, "keep_fp32": bool}), 0, "stage is 1 on rank 0, 3 on ranks 1, 2, 3; keep_fp32 is a function"),
+    ):
+        cases.append((where, fields, special))
+        expected.append(f"the ranks have different plans: {words}")
+    for said in ranks(4).run(different_plans, cases):
+        for words, text in zip(expected, said, strict=True):
+            assert text.startswith(words), text
+            assert text.endswith("Give every rank the same plan")

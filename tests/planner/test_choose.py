@@ -90,6 +90,16 @@ def test_more_ranks_choose_a_stage():
     assert "needs" in reasons["stage 0, everything on the device"]
 
 
+@pytest.mark.parametrize("device_bytes", [1 << 30, 200 * MIB, 100 * MIB])
+def test_what_cannot_win_need_not_be_simulated(device_bytes):
+    """With ``compare`` everything that fits is; the plan is the same."""
+    outline = decoder(width=512, layers=8, vocab=4096)
+    arguments = {"batch": 2, "seq": 64, "directory": "/fast"}
+    quick, whole = (choose(outline, machine(device_bytes=device_bytes), compare=each, **arguments) for each in (False, True))
+    assert (quick, quick.name, quick.workload) == (whole, whole.name, whole.workload)
+    assert quick.prediction.to_dict() == whole.prediction.to_dict()
+
+
 def test_memory_as_the_objective():
     fast, small = (choose(decoder(), MACHINE, batch=8, seq=64, objective=what) for what in ("speed", "memory"))
     assert small.prediction.tier_bytes("device") < fast.prediction.tier_bytes("device")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from unwall.cli import app
 from unwall.planner.description import from_shape
 from unwall.planner.hardware import load
-from unwall.planner.mesh_cost import SIMPLER, compare_meshes, cost_of, mesh_lines, why
+from unwall.planner.mesh_cost import SIMPLER, compare_meshes, cost_of, mesh_lines, paste, why
 from unwall.planner.meshes import Mesh, meshes
 
 BF16 = torch.bfloat16
@@ -87,6 +87,8 @@ def test_the_line_to_paste():
     assert Mesh(1, 4, 8, 1).code() == 'mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp_replicate", "dp_shard"))'
     assert Mesh(1, 1, 8, 1).code() == 'mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))'
     assert str(Mesh(1, 1, 8, 1)) == "ZeRO alone (dp 8)"
+    piped = paste(cost_of(Mesh(2, 1, 4, 1), from_shape("24x2048x16"), NODE, 64, 1024, BF16))
+    assert "microbatches=16, loss=loss" in piped
 
 
 def test_the_command_says_which_mesh_and_why():

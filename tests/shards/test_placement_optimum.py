@@ -15,6 +15,8 @@ is left between "all" and "one after the other" is bounded. So what is asserted 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -41,6 +43,7 @@ from unwall.shards.placement import (
     ring_slot_bytes,
     working_bytes,
 )
+from unwall.shards.tally import Tally
 from unwall.tiers.sizes import ALIGNMENT
 
 TIERS = ("device", "host", "disk")
@@ -249,6 +252,13 @@ def test_parameters_and_gradients_get_the_host_before_optimizer_state():
         assert need(sizes, everyone)[1] <= budget
 
 
+def test_second_copies_that_the_device_holds_take_nothing_of_the_host():
+    sizes = [replace(group(LARGE, ranks=2), replica_bytes=2 * LARGE)] * 3
+    wanted = [replace(DEVICE, replica="device"), HOST, HOST]
+    device_bytes, host_bytes = need(sizes, wanted)
+    assert place(sizes, Plan(disk="/fast"), device_bytes, host_bytes) == wanted
+
+
 @pytest.mark.parametrize("sizes", mixed_models())
 def test_every_state_is_counted_on_exactly_one_tier(sizes):
     for size, home in itertools.product(sizes, LADDER):
@@ -295,3 +305,18 @@ def test_a_faster_home_never_adds_to_what_comes_and_goes(sizes):
             assert host_working_bytes(sizes, better) <= host_working_bytes(sizes, homes)
             assert working_bytes(sizes, better) <= working_bytes(sizes, homes)
             assert need(sizes, better)[0] >= need(sizes, homes)[0]
+
+
+def test_groups_counted_by_kind_take_what_they_take_one_by_one():
+    random = Random(0)
+    sizes = [group(SMALL * random.choice((1, 2, 3)), trainable=random.random() < 0.8, passes=2) for _ in range(40)]
+    homes = [random.choice(HOMES) for _ in sizes]
+    tally = Tally(sizes, [DISK] * len(sizes))
+    for index, home in enumerate(homes):
+        tally.move(index, home)
+        now = [*homes[: index + 1], *[DISK] * (len(sizes) - index - 1)]
+        assert tally.homes == now
+        for bytes_of in (device_bytes_of, host_bytes_of, disk_bytes_of):
+            assert tally.held_bytes(bytes_of) == sum(bytes_of(*pair) for pair in zip(sizes, now, strict=True))
+        for working in (working_bytes, host_working_bytes, ring_slot_bytes):
+            assert working(*tally.some()) == working(sizes, now)

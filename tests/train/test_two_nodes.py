@@ -7,7 +7,6 @@ and the losses are those of an undisturbed run.
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,49 +14,17 @@ import time
 from pathlib import Path
 
 import pytest
+from namespaces import two_nodes
 from train_tools import environment, losses, make_jsonl, make_model, make_plan, run_process
 
 STEPS, LIMIT_S = 100_000, 400.0
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
 
 
-def ip(*arguments, check=True):
-    return subprocess.run(["ip", *arguments], check=check, capture_output=True, text=True)
-
-
-def without_dns(folder):
-    """Names are looked up in a file alone: there is no server to ask, and each question would take half a minute."""
-    folder.mkdir(parents=True)
-    (folder / "nsswitch.conf").write_text("hosts: files\n")
-    (folder / "hosts").write_text("127.0.0.1 localhost\n10.231.7.1 node0\n10.231.7.2 node1\n")
-
-
 @pytest.fixture
 def nodes():
-    """Names of two namespaces with a cable between them; node ``n`` has the address 10.231.7.n+1."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"uw{os.getpid()}n{number}" for number in range(2)]
-    ends = [f"v{os.getpid()}n{number}"[-15:] for number in range(2)]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                without_dns(Path("/etc/netns") / name)
-            ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-            for number, (name, end) in enumerate(zip(names, ends, strict=True)):
-                ip("link", "set", end, "netns", name)
-                ip("-n", name, "link", "set", end, "name", "cable")
-                ip("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", "cable")
-                ip("-n", name, "link", "set", "cable", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (subprocess.CalledProcessError, OSError) as error:
-            pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}")
+    with two_nodes() as names:
         yield names
-    finally:
-        for name in names:
-            ip("netns", "del", name, check=False)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 @pytest.fixture
@@ -121,7 +88,7 @@ def ranks_and_steps(place):
     """Ranks of the run as it is now, and steps in its log."""
     try:
         found = re.search(r'"ranks": (\d+)', (place / "out" / "run.json").read_text())
-        steps = (place / "out" / "log.jsonl").read_bytes().count(b"\n")
+        steps = (place / "out" / "log.jsonl").read_bytes().count(b'"kind": "step"')
     except FileNotFoundError:
         return 0, 0
     return (int(found[1]) if found else 0), steps

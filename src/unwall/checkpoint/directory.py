@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,11 +64,15 @@ class Claimed:
         """Everything else is on the disk: from now on the checkpoint exists."""
         partial = self.path / _PARTIAL
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        view = memoryview(manifest)
         try:
-            view = memoryview(manifest)
             while view:
                 view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
+        except OSError as error:
+            missing = len(view) or len(manifest)
+            what = f"{error.strerror}: {missing} bytes of {len(manifest)} are missing"
+            raise OSError(error.errno, what, str(partial)) from error
         finally:
             os.close(descriptor)
         sync_directory(self.path)
@@ -78,8 +83,9 @@ class Claimed:
         self._let_go()
 
     def discard(self) -> None:
-        """The save failed: nothing is left of it."""
-        with _locked(self.path.parent):
+        """The save failed: nothing is left of it. Its manifest goes first, if it was there by then: none is ever half there."""
+        with contextlib.suppress(OSError), _locked(self.path.parent):
+            (self.path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)
         self._let_go()
 
@@ -94,11 +100,11 @@ def claim(directory: str | Path) -> Claimed:
     directory = Path(directory)
     if (directory / MANIFEST).exists():
         raise ValueError(f"{directory} is a checkpoint: save into the directory that holds it, {directory.parent}")
-    directory.mkdir(parents=True, exist_ok=True)
+    _make(directory)
     finish_removals()
     with _locked(directory):
         _remove_partial(directory)
-        last = max((_number(path) for path in _numbered(directory)), default=0)
+        last = max((_number(path) for path in _named(directory)), default=0)
         path = directory / f"checkpoint-{last + 1:06d}"
         path.mkdir()
         descriptor = os.open(path / _WRITING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -107,13 +113,19 @@ def claim(directory: str | Path) -> Claimed:
 
 
 def remove_old(directory: str | Path, keep: int) -> None:
-    """Removes all complete checkpoints but the newest ``keep``. The manifest goes first: none is ever half there."""
+    """Removes all complete checkpoints but the newest ``keep``. The manifest goes first: none is ever half there. One that
+    cannot be removed is warned of, and does not keep the others. What a symbolic link leads to is not ours to remove."""
     removed = []
     with _locked(Path(directory)):
         for path in complete(directory)[:-keep]:
-            (path / MANIFEST).unlink()
-            sync_directory(path)
-            removed.append(path.rename(path.with_name(f"{_REMOVED}{path.name}")))
+            if path.is_symlink():
+                continue
+            try:
+                (path / MANIFEST).unlink()
+                sync_directory(path)
+                removed.append(path.rename(path.with_name(f"{_REMOVED}{path.name}")))
+            except OSError as error:
+                warnings.warn(f"the old checkpoint {path} cannot be removed: {error}", RuntimeWarning, stacklevel=2)
     if removed:
         _remove_beside(removed)
 
@@ -154,7 +166,7 @@ def _remove_partial(directory: Path) -> None:
     for path in directory.glob(f"{_REMOVED}checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in _numbered(directory):
-        if (path / MANIFEST).exists():
+        if path.is_symlink() or (path / MANIFEST).exists():
             continue
         try:
             descriptor = os.open(path / _WRITING, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -177,12 +189,26 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _make(directory: Path) -> None:
+    """The directory with all its parents, their names on the disk."""
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in new:
+        with contextlib.suppress(OSError):  # one that may be written to, but not read
+            sync_directory(path.parent)
+
+
+def _named(directory: Path) -> list[Path]:
+    """Whatever has a checkpoint's name: its number is taken."""
+    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+
+
 def _numbered(directory: Path) -> list[Path]:
-    """Everything in a directory that has a checkpoint's name, in the order of the numbers."""
+    """The checkpoints of a directory, complete or not, in the order of their numbers. Also those that were moved elsewhere
+    and left a symbolic link in their place."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
-    return sorted(found, key=_number)
+    return sorted((path for path in _named(directory) if path.is_dir()), key=_number)
 
 
 def _number(path: Path) -> int:

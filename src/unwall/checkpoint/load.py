@@ -88,26 +88,36 @@ def _prepare(path: Path, engine: Engine, meeting: Meeting, model: nn.Module, opt
         assert prepared is not None
         everywhere = set.intersection(*(set(answers[rank]) for rank in stages.peers))
         for key in [key for key in prepared.waiting if key not in everywhere]:
-            prepared.waiting.pop(key).undo()
+            prepared.waiting.pop(key).forgo()
         try:
             _forget(engine)
             _verify(engine, prepared, meeting)
         except BaseException as failure:
             error = failure
         meeting.agree(error)
-    except BaseException:
+    except BaseException as failure:
         if prepared is not None:
             prepared.files.close()
-            _undo(prepared)
+            _undo(prepared, failure)
         raise
     return prepared
 
 
-def _undo(prepared: _Prepared) -> None:
-    """Whatever was read is forgotten: what waits beside the states first, which cannot fail."""
+def _undo(prepared: _Prepared, failure: BaseException) -> None:
+    """Whatever was read is forgotten: what waits beside the states first, which cannot fail. RuntimeError, naming all states
+    that could not be set back to their first values: the others have been."""
+    kept: list[str] = []
     for waiting in sorted(prepared.waiting.values(), key=lambda waiting: waiting.spares is None):
-        waiting.undo()
+        try:
+            waiting.undo()
+        except Exception as error:
+            kept.append(str(error))
     prepared.waiting.clear()
+    if kept:
+        raise RuntimeError(
+            f"{failure}. But {len(kept)} states that had been read by then could not be set back, and hold a part of "
+            f"{prepared.files.directory} now ({'; '.join(kept)}): load a checkpoint before training goes on"
+        ) from failure
 
 
 def _match(directory: Path, engine: Engine, model: nn.Module, optimizers: Optimizers, stages: Stages) -> _Prepared:
@@ -141,7 +151,11 @@ def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     small = {name: files.read_whole(tensor) for name, tensor in matched.values.items()}
     buffers = {name: files.read_whole(tensor) for name, tensor in matched.buffers.items()}
     same = manifest.world_size == meeting.size
-    trees = dict(manifest.ranks[0]) | (manifest.ranks[meeting.rank] if same else {})
+    mine = manifest.ranks[0], manifest.ranks[meeting.rank] if same else {}
+    trees = {name: value for tree in mine if isinstance(tree, dict) for name, value in tree.items()}
+    absent = [name for name in ("rng", "extra", "modules") if name not in trees]
+    if absent:
+        raise CheckpointError(f"{files.directory} has no {absent[0]} of rank {meeting.rank} in it: the manifest is damaged")
     if not same:
         trees["rng"] = None
     entries = manifest.optimizers.values() if prepared.optimizers else ()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.inventory import plain
 from unwall.checkpoint.naming import pretrained
 
@@ -49,12 +50,19 @@ def empty_model(card: Mapping[str, Any]) -> nn.Module | None:
         raise RuntimeError(
             f"the checkpoint holds a {card['class']}: install transformers, which says how its weights are named in files"
         ) from None
-    kind = getattr(transformers, card["class"], None)
-    if kind is None:
+    kind = getattr(transformers, str(card.get("class")), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         return None
-    config = kind.config_class.from_dict(card["config"])
-    with torch.device("meta"):
-        model: nn.Module = kind(config)
+    try:
+        config = kind.config_class.from_dict(card["config"])  # type: ignore[union-attr]
+        with torch.device("meta"):
+            model: nn.Module = kind(config)
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{card['class']} of transformers {transformers.__version__} cannot be built from the config of the checkpoint "
+            f"({type(error).__name__}: {said}): use the version that the model was trained with"
+        ) from error
     return model
 
 

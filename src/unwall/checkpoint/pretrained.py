@@ -122,7 +122,8 @@ def initialize_missing(model: nn.Module, path: str | os.PathLike[str], missing: 
     )
     engine, held = engine_of(model), inventory(model)
     assert engine is not None
-    absent = [held[name] for name in missing if not held[name].is_buffer]
+    mine = [held[name] for name in missing if name in held]  # other names are those of other stages of a pipeline
+    absent = [entry for entry in mine if not entry.is_buffer]
     _flag(model, {entry.name for entry in absent})
     for module in dict.fromkeys(entry.owner for entry in absent):
         with lend(engine, list(module.parameters(recurse=False)), write=True), torch.no_grad():

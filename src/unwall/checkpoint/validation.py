@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 from unwall.checkpoint.boxes import uncovered
@@ -26,6 +27,7 @@ def read_manifest(directory: str | Path) -> Manifest:
 
 def check_manifest(manifest: Manifest, where: str) -> None:
     """CheckpointError where the manifest contradicts itself, naming file and tensor."""
+    _check_kinds(manifest, where)
     for name, entry in manifest.files.items():
         if not _is_plain(name):
             raise CheckpointError(f"{where} names the file {name!r}, which is not a file beside it: the manifest is damaged")
@@ -45,6 +47,22 @@ def check_manifest(manifest: Manifest, where: str) -> None:
             raise CheckpointError(f"{where}: {tensor.label}: {error}") from error
         if missing:
             raise CheckpointError(f"{where}: {tensor.label} is not complete, {missing} of its elements are in no file")
+    if len(manifest.ranks) != manifest.world_size:
+        ranks = f"{len(manifest.ranks)} of {manifest.world_size} ranks"
+        raise CheckpointError(f"{where} has what {ranks} kept for themselves: the manifest is damaged")
+
+
+def _check_kinds(manifest: Manifest, where: str) -> None:
+    """CheckpointError where a value is of another kind than was ever written."""
+    counts = {"world_size": manifest.world_size, "step": manifest.step}
+    mappings = {"model": manifest.model, "versions": manifest.versions}
+    texts = {"plan": manifest.plan, "saved_at": manifest.saved_at}
+    wrong = [name for name, value in counts.items() if not _is_count(value) or (name == "world_size" and not value)]
+    wrong += [name for name, value in mappings.items() if not isinstance(value, Mapping)]
+    wrong += [name for name, value in texts.items() if not isinstance(value, str)]
+    wrong += [f"the name {tensor.name!r}" for tensor in manifest.tensors if not isinstance(tensor.name, str)]
+    if wrong:
+        raise CheckpointError(f"{where}: {wrong[0]} is not of the kind that unwall writes: the manifest is damaged")
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:

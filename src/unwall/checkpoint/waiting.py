@@ -91,17 +91,27 @@ class Waiting:
         while self.spares:
             self.spares.pop().install()
 
-    def undo(self) -> None:
-        """The state is as it was."""
+    def forgo(self) -> None:
+        """It will not be read once: nothing was read yet."""
         while self.spares:
             self.spares.pop().free()
+
+    def undo(self) -> None:
+        """The state is as it was. Raises the first error, after everything else has been set back."""
+        self.forgo()
         if self.spares is not None:
             return
         if self.goal.place is not None:
             self.goal.place.fill_(self.goal.otherwise)
-        else:
-            for low, values in _first_values(self.goal):
+            return
+        failure: Exception | None = None
+        for low, values in _first_values(self.goal):
+            try:
                 self.goal.put(low, values)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 class Room:

@@ -68,6 +68,10 @@ class Save:
             if self._claimed is not None:
                 self._claimed.discard()
             raise
+        # Not before: whatever goes wrong here, or interrupts it, must not cost the new checkpoint when old ones have gone.
+        if self._claimed is not None and self._keep is not None:
+            with contextlib.suppress(OSError):  # an old one goes the next time
+                remove_old(self.directory.parent, self._keep)
 
     def _finish(self, parts: list[Manifest]) -> None:
         def complete() -> None:
@@ -77,9 +81,6 @@ class Save:
                 self._claimed.finish(dumps(whole))
 
         self._meeting.together(complete)
-        if self._claimed is not None and self._keep is not None:
-            with contextlib.suppress(OSError):  # the checkpoint is there; an old one goes the next time
-                remove_old(self.directory.parent, self._keep)
 
 
 @contextlib.contextmanager

@@ -35,11 +35,11 @@ def _sizes(engine: Engine, group: Group, rule: UpdateRule | None, own: OwnStates
     """What a group takes, with the rule's states, with those of other optimizers or, where there are none yet, AdamW's."""
     others = {key: store for key, store in group.states.items() if key.owner not in (GROUP, own.owner)}
     trainable = rule is not None or any(param.requires_grad for param in group.params)
-    held = sum(store.nbytes for store in others.values()) // max(1, group.own_numel)
+    held, master = sum(store.nbytes for store in others.values()) // max(1, group.own_numel), 0
     if trainable or any(key.owner == GROUP for key in group.states):
-        held += bytes_per_element(master_specs(group.layout.dtype, group.lean))
+        master = bytes_per_element(master_specs(group.layout.dtype, group.lean))
     if rule is not None:
         held += bytes_per_element(rule.specs(group))
     elif trainable and not others:
         held += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
-    return group_sizes(group.layout, held, trainable, engine.plan, engine.ranks.size)
+    return group_sizes(group.layout, held + master, trainable, engine.plan, engine.ranks.size, master_bytes=master)

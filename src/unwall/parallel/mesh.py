@@ -34,7 +34,11 @@ def role_of(name: str) -> str:
 
 
 def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Its dimensions. One without a name is data-parallel."""
+    """Its dimensions. One without a name is data-parallel. TypeError for what is no mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh is a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes it, got {type(mesh).__name__}"
+        )
     names = tuple(mesh.mesh_dim_names or ())
     if not names and mesh.ndim == 1:
         return ("dp",)
@@ -73,6 +77,7 @@ def roles_of(mesh: DeviceMesh) -> dict[str, str]:
 
 def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
     """ValueError, before anything is allocated, for a mesh that does not fit the ranks or the model."""
+    names_of(mesh)
     roots = mesh._get_root_mesh()
     if mesh.ndim > 1 and roots.size() != dist.get_world_size():
         shape = " x ".join(f"{name} {size}" for name, size in zip(names_of(mesh), mesh.shape, strict=True))
@@ -80,7 +85,7 @@ def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
             f"the mesh has {roots.size()} ranks ({shape}), but there are {dist.get_world_size()}: its dimensions must multiply "
             "to the number of ranks"
         )
-    if mesh.ndim > 1 and mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh: every rank that calls this must be")
     roles_of(mesh)
     for name, param in spread_parameters(model):

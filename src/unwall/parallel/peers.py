@@ -42,6 +42,7 @@ class Peers:
         self._engine = weakref.ref(engine)
         self._watch = everyone.control.watch
         self._names = [_name(mesh, dist.get_global_rank(everyone._group, rank)) for rank in range(everyone.size)]  # type: ignore[arg-type]
+        self._watch.names = self._names
         self._rank = everyone.rank
         around = [engine.ranks, everyone, *(dimension.ranks for dimension in engine.others.beyond)]
         self._watches = [ranks.control.watch for ranks in around if ranks.size > 1]

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from unwall.parallel.mesh import check_mesh, describe, names_of, roles_of
 from unwall.parallel.split import counts_of, cut_of, keep_only, refuse_tied, stage_of
 from unwall.runtime.engine import Engine
+from unwall.runtime.hooks import engine_of as is_sharded
 from unwall.runtime.hooks import follow_wrapper
 from unwall.runtime.near import become_plain
 
@@ -32,7 +33,7 @@ V_SHAPED = ("zbvzerobubble", "dualpipev")
 
 def stages_of(schedule: str, rank: int, ranks: int) -> tuple[list[int], int]:
     """Which stages a pipeline rank runs under a schedule, and how many there are. ValueError for an unknown schedule."""
-    name = schedule.lower()
+    name = schedule.lower() if isinstance(schedule, str) else ""
     if name in ONE_STAGE:
         return [rank], ranks
     if name in LOOPED:
@@ -126,12 +127,21 @@ def pipeline(
     mine, stages = stages_of(schedule, rank, ranks)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches is how many parts a batch is cut into, 1 or more, got {microbatches!r}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss is a function of a microbatch's output and target, or None, got {type(loss).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unwall.pipeline takes an nn.Module, got {type(model).__name__}")
+    if any(is_sharded(module) for module in model.modules()):
+        raise RuntimeError(
+            "the model is already sharded: unwall.pipeline shards each rank's part itself, give it a plain model"
+        )
     check_mesh(mesh, model)
     cut = cut_of(model)
     counts = counts_of(model, cut, stages, split)
     refuse_tied(model, cut, counts)
     modules = [stage_of(model, cut, counts, number) for number in mine]
-    part = shard(keep_only(model, cut, counts, mine))
+    with keep_only(model, cut, counts, mine) as kept:
+        part = shard(kept)
     engine = engine_of(part)
     for module in modules:
         follow_wrapper(engine, module)

@@ -7,7 +7,8 @@ containers: the layers themselves are the same objects.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,11 +63,13 @@ def counts_of(model: nn.Module, cut: Cut, stages: int, split: Sequence[int] | No
             "pipeline ranks, or a schedule with one stage per rank"
         )
     if split is not None:
-        if len(split) != stages or sum(split) != len(cut.layers) or min(split) < 1:
+        listed = list(split) if isinstance(split, Sequence) else []
+        whole = all(isinstance(count, int) and not isinstance(count, bool) for count in listed)
+        if not whole or len(listed) != stages or sum(listed) != len(cut.layers) or min(listed) < 1:
             raise ValueError(
-                f"split={list(split)}: expected {stages} numbers of at least 1 that add up to the {len(cut.layers)} layers"
+                f"split={split!r}: expected {stages} whole numbers of at least 1 that add up to the {len(cut.layers)} layers"
             )
-        return list(split)
+        return listed
     costs = [float(_cost(layer)) for _, layer in cut.layers]
     costs[-1] += sum(_cost(model.get_submodule(name)) for name in cut.after)
     return _balanced(costs, stages)
@@ -117,11 +120,18 @@ def _held_by(cut: Cut, counts: list[int], stage: int) -> list[str]:
     return [*(cut.before if stage == 0 else ()), *names, *(cut.after if stage == len(counts) - 1 else ())]
 
 
-def keep_only(model: nn.Module, cut: Cut, counts: list[int], stages: Sequence[int]) -> nn.Module:
-    """The model without the layers of other stages than these, in place."""
+@contextmanager
+def keep_only(model: nn.Module, cut: Cut, counts: list[int], stages: Sequence[int]) -> Iterator[nn.Module]:
+    """The model without the layers of other stages than these, in place. Where what is done inside fails, they come back."""
     kept = {name for stage in stages for name in _held_by(cut, counts, stage)}
-    _put_elsewhere(model, cut, kept)
-    return model
+    replaced = _put_elsewhere(model, cut, kept)
+    try:
+        yield model
+    except BaseException:
+        for name, module in replaced.items():
+            path, _, own = name.rpartition(".")
+            model.get_submodule(path)._modules[own] = module
+        raise
 
 
 def stage_of(model: nn.Module, cut: Cut, counts: list[int], stage: int) -> nn.Module:
@@ -140,11 +150,15 @@ def stage_of(model: nn.Module, cut: Cut, counts: list[int], stage: int) -> nn.Mo
     return DecoderStage(copied, path, stage == 0, stage == len(counts) - 1)
 
 
-def _put_elsewhere(model: nn.Module, cut: Cut, kept: set[str]) -> None:
+def _put_elsewhere(model: nn.Module, cut: Cut, kept: set[str]) -> dict[str, nn.Module | None]:
+    """Gives what was there, by name."""
+    replaced = {}
     for name in (*cut.before, *(name for name, _ in cut.layers), *cut.after):
         if name not in kept:
             path, _, own = name.rpartition(".")
-            model.get_submodule(path)._modules[own] = Elsewhere()
+            around = model.get_submodule(path)._modules
+            replaced[name], around[own] = around[own], Elsewhere()
+    return replaced
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from unwall.planner.mesh_cost import MeshCost
 from unwall.planner.outline import Outline
 from unwall.planner.pace import dtype_name
 from unwall.planner.predict import Prediction
-from unwall.planner.search import Search, Tried, Verdict
+from unwall.planner.search import AS_FAST, Search, Tried, Verdict
 from unwall.planner.workload import Keeping, Workload
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import TierName
@@ -22,8 +22,6 @@ from unwall.tiers.sizes import format_bytes
 
 Objective = Literal["speed", "memory"]
 _KEPT_WORDS = {"keep": "kept", "auto": "as few as possible", "recompute": "recomputed", "host": "with their inputs on the host"}
-AS_FAST = 1.01
-"""Two predictions that differ by less are the same."""
 
 
 class DoesNotFitError(PlanError):
@@ -124,7 +122,7 @@ def choose(
         if states != "exact":
             listed = [dataclasses.replace(found, fields={**found.fields, "states": states}) for found in listed]
         search = Search(outline, hardware, ranks, allowance, dtype)
-        search.run(listed, stop_early=objective == "speed")
+        search.run(listed, stop_early=objective == "speed", bounds=not compare)
         smallest.append(listed[-1])
         if search.tried or (cut == 1 and not search.starved):
             break

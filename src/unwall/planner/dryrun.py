@@ -175,7 +175,8 @@ def _expected(sizes: Sequence[Sizes], homes: Sequence[Home]) -> dict[TierName, i
     found: dict[TierName, int] = {"device": 0, "host": 0, "disk": 0}
     for size, home in zip(sizes, homes, strict=True):
         found[home.params] += size.shard_bytes if home.tier == "host" or not size.whole else size.flat_bytes
-        found[home.states] += size.state_bytes
+        found[home.states] += size.state_bytes - size.master_bytes
+        found[home.master] += size.master_bytes
         if home.resident:
             found["device"] += size.flat_bytes
     return found

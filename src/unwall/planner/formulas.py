@@ -156,6 +156,11 @@ class StepWork:
     disk_read_bytes: float = 0
     disk_write_bytes: float = 0
     collective_bytes: float = 0
+    """From other ranks, in all."""
+    near_bytes: float = 0
+    """Of these, in collectives over the ranks of a node."""
+    across_bytes: float = 0
+    """Of these, in collectives over the ranks at one place of all nodes."""
 
     def __post_init__(self) -> None:
         _check(**{field.name: getattr(self, field.name) for field in fields(self)})
@@ -176,6 +181,11 @@ class Ceilings:
     disk_bytes_per_s: float | None = None
     """Reads and writes at once, in all. None: they do not disturb each other."""
     collective_bytes_per_s: float = 0
+    """Over all ranks."""
+    near_bytes_per_s: float = 0
+    """Over the ranks of a node."""
+    across_bytes_per_s: float = 0
+    """Over the ranks at one place of all nodes, all places at once."""
 
     def __post_init__(self) -> None:
         _check(**{field.name: getattr(self, field.name) or 0 for field in fields(self)})
@@ -211,7 +221,9 @@ def lower_bound(work: StepWork, ceilings: Ceilings) -> Bound:
         "disk reads": (work.disk_read_bytes, ceilings.disk_read_bytes_per_s),
         "disk writes": (work.disk_write_bytes, ceilings.disk_write_bytes_per_s),
         "disk, reads and writes": (both_disk, ceilings.disk_bytes_per_s),
-        "collectives": (work.collective_bytes, ceilings.collective_bytes_per_s),
+        "collectives": (work.collective_bytes - work.near_bytes - work.across_bytes, ceilings.collective_bytes_per_s),
+        "collectives in a node": (work.near_bytes, ceilings.near_bytes_per_s if work.near_bytes else None),
+        "collectives across nodes": (work.across_bytes, ceilings.across_bytes_per_s if work.across_bytes else None),
     }
     seconds = {}
     for name, (amount, ceiling) in terms.items():

@@ -128,8 +128,10 @@ class Hardware:
         limit = float("inf") if self.node_host_link_bytes_per_s is None else self.node_host_link_bytes_per_s * share
         ways = [rate for rate in (self.host_link_bytes_per_s, 2 * limit) if rate is not None and rate != float("inf")]
         between = self.collective_bytes_per_s if self.devices_per_node > 1 else float("inf")
+        inside, across = between, between
         if self.nodes > 1:  # a ring over all ranks crosses each node's network once, whatever the number of devices behind it
             between = min(between, self.network_bytes_per_s)
+            across = self.network_bytes_per_s * share  # each device has a ring of its own
         return Ceilings(
             flops_per_s=self.flops_per_s(dtype),
             host_to_device_bytes_per_s=min(self.host_to_device_bytes_per_s, limit),
@@ -140,6 +142,8 @@ class Hardware:
             disk_write_bytes_per_s=self.disk_write_bytes_per_s * share,
             disk_bytes_per_s=None if self.disk_both_bytes_per_s is None else self.disk_both_bytes_per_s * share,
             collective_bytes_per_s=0 if self.devices == 1 else between,
+            near_bytes_per_s=0 if self.devices == 1 else between if self.devices_per_node == 1 else inside,
+            across_bytes_per_s=0 if self.devices == 1 else across,
         )
 
     def disk_days(self, written_bytes: float, seconds: float) -> float | None:

@@ -57,7 +57,7 @@ def _held(size: Sizes, home: Home, passes: int, moment_bytes: int) -> list[tuple
     params = size.shard_bytes if home.tier == "host" or not size.whole else size.flat_bytes
     rows: list[tuple[TierName, str, int]] = [
         (home.params, PARAMETERS, params),
-        (home.states, MASTER, size.state_bytes - moments),
+        (home.master, MASTER, size.state_bytes - moments),
         (home.states, MOMENTS, moments),
         (home.grads, GRADIENTS, size.grad_bytes),
     ]

@@ -198,7 +198,7 @@ def compare_meshes(
 def paste(cost: MeshCost) -> str:
     """The mesh and its plan, as one writes them."""
     made = (
-        "part, schedule = unwall.pipeline(model, plan, mesh=mesh, microbatches={cost.passes}, loss=loss)"
+        f"part, schedule = unwall.pipeline(model, plan, mesh=mesh, microbatches={cost.passes}, loss=loss)"
         if cost.mesh.pp > 1
         else "unwall.shard(model, plan, mesh)"
     )

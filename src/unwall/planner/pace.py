@@ -9,19 +9,21 @@ from unwall.planner.formulas import LEAN_UPDATE_TRAFFIC_BYTES, MASTER_UPDATE_TRA
 from unwall.planner.hardware import Hardware
 from unwall.planner.outline import Stretch
 
-COMPUTE, FETCH, LAND, GATHER, UPDATE, DISK_READ, DISK_WRITE = (
+COMPUTE, FETCH, LAND, GATHER, NEAR, UPDATE, DISK_READ, DISK_WRITE = (
     "compute",
     "host to device",
     "device to host",
     "collectives",
+    "collectives in a node",
     "update",
     "disk reads",
     "disk writes",
 )
 """The queues of a rank: each works through its own order, beside the others."""
-PACK_BYTES, UNPACK_BYTES = 36, 12
-"""What an element costs that is packed, or unpacked (shards/compress.py), as traffic of the memory that it lies in: the native
-kernels pack 1.0 to 1.3 and unpack 3.4 billion elements per second on a core that updates at 40 GB/s."""
+PACK_BYTES, NOISY_PACK_BYTES, UNPACK_BYTES = 30, 39, 11
+"""What an element costs that is packed (rounded to nearest, or with noise) or unpacked (shards/compress.py), as traffic of the
+memory that it lies in, while an update takes as long. On a core that updates at 39 GB/s the native kernels pack 1.3 and 1.0 and
+unpack 3.4 billion elements per second: ``python -m bench.packing``."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,9 +60,10 @@ class Pace:
         once = stretch.flops(batch, seq) / self.block_flops_per_s + self.s_per_param * stretch.numel
         return 2 * once if what == "backward" else once
 
-    def packing_s(self, packed: float, unpacked: float) -> float:
-        """So many elements of each."""
-        return (PACK_BYTES * packed + UNPACK_BYTES * unpacked) / self.device_memory_bytes_per_s
+    def packing_s(self, packed: float, unpacked: float, noise: bool = False) -> float:
+        """So many elements of each. ``noise``: of stochastic rounding, for gradients."""
+        nbytes = (NOISY_PACK_BYTES if noise else PACK_BYTES) * packed + UNPACK_BYTES * unpacked
+        return nbytes / self.device_memory_bytes_per_s
 
     def limits(self) -> dict[str, float]:
         """What the queues share. See :class:`unwall.planner.simulation.clock.Clock`."""

@@ -11,7 +11,8 @@ from unwall.planner.job import Job
 from unwall.planner.memory import Terms, disk_peak_bytes, host_peak_bytes, terms_of
 from unwall.planner.pace import dtype_name, pace_of, update_bytes
 from unwall.planner.simulation.run import Simulation
-from unwall.shards.placement import transit_bytes_of
+from unwall.planner.traffic import Traffic, has_replica, of_gather, of_near_gather, of_reduction
+from unwall.shards.placement import state_bytes_on
 from unwall.tiers.ledger import TierName
 
 _DAY_S = 86_400
@@ -71,19 +72,23 @@ def work_of(job: Job) -> StepWork:
     """
     load, plan, ranks = job.workload, job.plan, job.ranks
     fetches = 1 + (2 * load.passes - 1) * (1 - kept_share(job))
-    h2d = d2h = host = read = written = moved = 0.0
+    h2d = d2h = host = read = written = 0.0
+    moved = Traffic()
     for size, home, (_, layout) in zip(job.sizes, job.homes, job.planned, strict=True):
-        sent = (ranks - 1) / ranks
-        wide = size.grad_bytes + size.widening_bytes
+        wide, near = size.grad_bytes + size.widening_bytes, 0.0
         if ranks > 1:
             cut = not size.whole or home.tier == "host"
             gathers = 0 if plan.stage == 0 else fetches if cut and not home.resident else 1
-            gathered = gathers * (transit_bytes_of(size, home) or size.flat_bytes)
-            reduced = (size.exchange_bytes or size.grad_flat_bytes) + (size.grad_flat_bytes if plan.stage == 0 else 0)
-            moved += sent * (gathered + load.passes * reduced)
+            replicated = gathers > 0 and has_replica(size, home)
+            near = gathers - size.trainable if replicated else 0.0  # all but the first after an update
+            moved += of_gather(size, home, ranks) * (gathers - near) + of_near_gather(size, plan, ranks) * near
+            moved += of_reduction(size, plan, ranks) * load.passes
+            if replicated and home.replica == "host":
+                h2d += near * size.replica_bytes
+                d2h += size.replica_bytes if size.trainable else 0
         if home.tier == "device":
             continue
-        brought = (1 if home.resident else fetches) * size.shard_bytes
+        brought = (1 if home.resident else fetches - near) * size.shard_bytes
         h2d += brought
         d2h += load.passes * size.grad_bytes
         host += size.own_numel * update_bytes(layout.dtype, plan.lean) if size.trainable else 0
@@ -92,8 +97,8 @@ def work_of(job: Job) -> StepWork:
         if not size.trainable:
             continue
         read += size.shard_bytes if home.params == "disk" else 0
-        read += size.state_bytes if home.states == "disk" else 0
-        written += (size.shard_bytes if home.params == "disk" else 0) + (size.state_bytes if home.states == "disk" else 0)
+        read += state_bytes_on("disk", size, home)
+        written += (size.shard_bytes if home.params == "disk" else 0) + state_bytes_on("disk", size, home)
         if home.grads == "disk":
             read += wide * load.passes if load.passes > 1 else size.grad_bytes
             written += size.grad_bytes + wide * (load.passes - 1)
@@ -102,7 +107,7 @@ def work_of(job: Job) -> StepWork:
     flops = load.passes * flops_of(job.outline.description, load, job.activations)
     return StepWork(
         flops=flops, host_to_device_bytes=h2d, device_to_host_bytes=d2h, host_memory_bytes=host, disk_read_bytes=read,
-        disk_write_bytes=written, collective_bytes=moved,
+        disk_write_bytes=written, collective_bytes=moved.total, near_bytes=moved.near, across_bytes=moved.across,
     )  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 [Note: what is tried]
 For each kind of placement and each way to treat activations, the largest pass over the batch that fits is tried, and, where the
 room that activations leave decides about placement, also the next smaller one. Those that cannot be faster than the best one
-so far (compute alone takes longer) are not simulated. Nor is a disk where the same work fits without one, or where the
-device is too small whatever lies on disk. Nor are activations decided for each block where all are kept in the same pass, or
-in smaller ones that take no longer than they compute.
+so far (compute alone takes longer, or what must go over a link does) are not simulated. Nor is a disk where the same work fits
+without one, or where the device is too small whatever lies on disk. Nor are activations decided for each block where all are
+kept in the same pass, or in smaller ones that take no longer than they compute.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,13 @@ from unwall.planner.hardware import Hardware
 from unwall.planner.job import MAX_PLACED, Job
 from unwall.planner.outline import Outline
 from unwall.planner.pace import pace_of
-from unwall.planner.predict import Prediction, predict
+from unwall.planner.predict import Prediction, bound_of, predict
 from unwall.planner.workload import Workload
 from unwall.tiers.ledger import BudgetError
 from unwall.tiers.sizes import format_bytes
+
+AS_FAST = 1.01
+"""Two predictions that differ by less are the same."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ class Tried:
     prediction: Prediction
 
 
+@dataclass(frozen=True)
+class Slow:
+    """A candidate that fits, but takes longer than another one whatever is overlapped."""
+
+    least_s: float
+    limit: str
+
+    def __str__(self) -> str:
+        return f"at least {self.least_s:.3g} s, limited by {self.limit}"
+
+
 class Search:
     """See [Note: what is tried]. ``lost`` has one verdict for each placement that found no place in ``tried``."""
 
@@ -56,11 +70,14 @@ class Search:
         self._params = sum(1 for _ in outline.module.parameters())
         self._pace = pace_of(hardware, dtype)
         self._device_too_small: set[Workload] = set()
+        self._fitting: list[Candidate] = []
+        """Those that were tried, and those that fit and are too slow."""
         self.starved = True
         """Activations alone were too much for the device, whatever becomes of them."""
 
-    def run(self, listed: Sequence[Candidate], *, stop_early: bool) -> None:
-        """``stop_early``: only speed counts, so what computes for longer than the best step so far is out."""
+    def run(self, listed: Sequence[Candidate], *, stop_early: bool, bounds: bool = False) -> None:
+        """``stop_early``: only speed counts, so what computes for longer than the best step so far is out. ``bounds``: what
+        cannot win is not simulated either, so that nobody learns how long it takes."""
         left: dict[tuple[str, str], int] = {}
         for candidate in sorted(listed, key=lambda each: self.compute_s(each.workload)):  # stable: placements stay in order
             key = (candidate.name, candidate.workload.activations)
@@ -70,12 +87,15 @@ class Search:
             if reason is not None:
                 self.lost.setdefault(candidate.name, Verdict(candidate.name, candidate.workload, reason))
                 continue
-            made = self._needless(candidate) or self._try(candidate)
+            best = self._fastest() if stop_early and bounds else float("inf")
+            made = self._needless(candidate) or self._try(candidate, AS_FAST * best)
             if isinstance(made, Tried):
                 self.tried.append(made)
-                left[key] = left.get(key, 2 if candidate.budgeted and candidate.workload.batch > 1 else 1) - 1
             else:
-                self.lost[candidate.name] = Verdict(candidate.name, candidate.workload, made)
+                self.lost[candidate.name] = Verdict(candidate.name, candidate.workload, str(made))
+            if isinstance(made, Tried | Slow):
+                self._fitting.append(candidate)
+                left[key] = left.get(key, 2 if candidate.budgeted and candidate.workload.batch > 1 else 1) - 1
 
     def compute_s(self, load: Workload) -> float:
         """The least time that the device computes for."""
@@ -85,15 +105,18 @@ class Search:
 
     def _too_slow(self, candidate: Candidate) -> str | None:
         least = self.compute_s(candidate.workload)
-        best = min((found.prediction.step_s for found in self.tried), default=float("inf"))
-        return f"at least {least:.3g} s of compute" if least >= best else None
+        return f"at least {least:.3g} s of compute" if least >= self._fastest() else None
+
+    def _fastest(self) -> float:
+        """The shortest step so far."""
+        return min((found.prediction.step_s for found in self.tried), default=float("inf"))
 
     def _needless(self, candidate: Candidate) -> str | None:
         """Why a plan need not be tried."""
         groups = self._params * (candidate.fields.get("tiles") or 1)
         if "params" not in candidate.fields and groups > MAX_PLACED:
             return f"not tried: {groups} parameters are too many to be placed one by one"
-        if candidate.workload.activations == "auto" and any(self._keeps(found, candidate) for found in self.tried):
+        if candidate.workload.activations == "auto" and any(self._keeps(found, candidate) for found in self._fitting):
             return "not needed: all activations are kept"
         if "disk" not in candidate.fields:
             return None
@@ -101,9 +124,9 @@ class Search:
             return "no help: the device is too small, with everything on the host, too"
         load = candidate.workload
         same = [
-            found.candidate.fields
-            for found in self.tried
-            if found.job.workload.activations == load.activations and found.job.workload.batch >= load.batch
+            found.fields
+            for found in self._fitting
+            if found.workload.activations == load.activations and found.workload.batch >= load.batch
         ]
         if any("disk" not in fields for fields in same):
             return "not needed: it fits without a disk"
@@ -111,20 +134,22 @@ class Search:
             return "not needed: it fits with less on disk"
         return None
 
-    def _keeps(self, found: Tried, candidate: Candidate) -> bool:
+    def _keeps(self, found: Candidate, candidate: Candidate) -> bool:
         """Whether a plan keeps all activations and could not be faster by other means."""
-        load = found.job.workload
-        if load.activations != "keep" or found.candidate.name != candidate.name:
+        load = found.workload
+        if load.activations != "keep" or found.name != candidate.name:
             return False
-        return load.batch >= candidate.workload.batch or found.prediction.step_s <= 1.01 * self.compute_s(load)
+        step_s = next((other.prediction.step_s for other in self.tried if other.candidate is found), float("inf"))
+        return load.batch >= candidate.workload.batch or step_s <= 1.01 * self.compute_s(load)
 
     def look(self, candidate: Candidate) -> Tried | str:
         """The candidate with its numbers, or why it cannot be. From those that were tried, if it was."""
         same = (found for found in self.tried if found.candidate == candidate)
-        return next(same, None) or self._try(candidate)
+        found = next(same, None) or self._try(candidate)
+        return found if isinstance(found, Tried) else str(found)
 
-    def _try(self, candidate: Candidate) -> Tried | str:
-        """The candidate with its numbers, or why it cannot be."""
+    def _try(self, candidate: Candidate, limit_s: float = float("inf")) -> "Tried | Slow | str":
+        """The candidate with its numbers, or why it cannot be, or why it cannot be done in ``limit_s``."""
         allowance, load = self.allowance, candidate.workload
         spare = device_room(candidate, self.outline, allowance)
         if spare <= 0:
@@ -138,6 +163,10 @@ class Search:
             if lack.tier == "device" and candidate.fields.get("params") == "host":
                 self._device_too_small.add(load)
             return str(lack)
+        if limit_s < float("inf"):
+            bound = bound_of(job, self.hardware)[1]
+            if bound.step_s > limit_s:
+                return Slow(bound.step_s, bound.limit)
         try:
             return Tried(candidate, job, predict(job, self.hardware))
         except BudgetError as error:

@@ -80,7 +80,7 @@ class Engine:
         self.ranks = ranks
         self.others = Others() if others is None else others
         """The ranks of other dimensions of the mesh."""
-        self.replicas = None if self.others.replicas is None else Replicas(self.others.replicas)
+        self.replicas = None if self.others.replicas is None else Replicas(self.others.replicas, plan, gradients, tiers)
         self._count_copies(groups)
         self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)

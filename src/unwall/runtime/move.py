@@ -20,7 +20,7 @@ from unwall.runtime.resources import HOST_SHARE, STATE_SHARE, disk_buffers, room
 from unwall.runtime.turns import alone
 from unwall.shards.build import Room, check_fit, group_sizes, smallest
 from unwall.shards.gradient import Gradient
-from unwall.shards.group import Group, Residence
+from unwall.shards.group import Group, Residence, tier_of
 from unwall.shards.placement import Home, Sizes, place
 from unwall.shards.states import GROUP, StateKey, adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Store
@@ -167,8 +167,8 @@ def _check_disk(engine: Engine, plan: Plan, homes: list[Home]) -> None:
     for group, home in zip(engine.groups, homes, strict=True):
         if home.on_disk and group.layout.dtype is torch.float64:
             raise PlanError(f"group {group.name} is float64, which is not updated on disk: place it on host or device")
-        for key, store in group.states.items() if home.states == "disk" else ():
-            if key.owner != GROUP and store.dtype.itemsize * (ALIGNMENT // 2) % ALIGNMENT:
+        for key, store in group.states.items():
+            if tier_of(key, home) == "disk" and key.owner != GROUP and store.dtype.itemsize * (ALIGNMENT // 2) % ALIGNMENT:
                 raise PlanError(
                     f"{key.name!r} of group {group.name} is {store.dtype}, too narrow for the disk: place it on host or device"
                 )
@@ -185,11 +185,13 @@ def _sizes(group: Group, plan: Plan, world_size: int) -> Sizes:
     """What a group takes, with the states that it has or, where no optimizer has any yet, AdamW's."""
     trainable = any(param.requires_grad for param in group.params)
     per_element = sum(store.nbytes for store in group.states.values()) // group.own_numel
-    if trainable and not any(key.owner == GROUP for key in group.states):
-        per_element += bytes_per_element(master_specs(group.layout.dtype, group.lean))
+    has_master = any(key.owner == GROUP for key in group.states)
+    master = bytes_per_element(master_specs(group.layout.dtype, group.lean)) if trainable or has_master else 0
+    if not has_master:
+        per_element += master
     if trainable and not any(key.owner != GROUP for key in group.states):
         per_element += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
-    sizes = group_sizes(group.layout, per_element, trainable, plan, world_size)
+    sizes = group_sizes(group.layout, per_element, trainable, plan, world_size, master_bytes=master)
     return Sizes(**{**sizes.__dict__, "at_once_bytes": group.at_once_bytes})
 
 
@@ -243,8 +245,8 @@ def _move_group(engine: Engine, group: Group, gradient: Gradient, home: Home) ->
     old_param, old_buffer = group.param, group.buffer
     try:
         for key, store in group.states.items():
-            if store.tier != home.states:
-                made = moved[key] = Store(engine.tiers, group.pending, home.states, store.numel, store.dtype, store.label)
+            if store.tier != (tier := tier_of(key, home)):
+                made = moved[key] = Store(engine.tiers, group.pending, tier, store.numel, store.dtype, store.label)
                 made.tensor().copy_(store.tensor(write=False))
                 group.pending.staging.close()
         group.live_at(home, group.own_param_for(write=False))

@@ -158,4 +158,4 @@ def _home(engine: Engine, size: Sizes) -> Home:
     away = next((group.home for group in engine.groups if group.home.tier == "host"), None)
     if away is None:
         return DEVICE
-    return dataclasses.replace(away, params="host", states="host", grads="host")
+    return dataclasses.replace(away, params="host", states="host", grads="host", apart=None)

@@ -23,7 +23,7 @@ class CollectiveStats:
     """One kind of collective since the last reset."""
 
     elements: int
-    """Elements of whole groups, padding included: Psi for every parameter once."""
+    """Elements of whole groups, padding included: Psi for every parameter once. Over replicas those of this rank's shards."""
     bytes: int = 0
     """What came from other ranks, in the form it travels in: of a whole group (N - 1) / N."""
     far_bytes: int = 0
@@ -68,6 +68,8 @@ class Stats:
         executor = self._engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
         self._engine.ranks.traffic.reset()
+        if self._engine.replicas is not None:
+            self._engine.replicas.reset()
         executor.trace.mismatches = 0
         self._engine.ranks.control.exchanges = 0
         self._engine.speculation = Speculated()
@@ -96,6 +98,7 @@ def read_stats(engine: Engine) -> Stats:
         collectives={
             "all_gather": CollectiveStats(executor.gathered_elements, traffic.gathered_bytes, traffic.gathered_far_bytes),
             "reduce_scatter": CollectiveStats(executor.reduced_elements, traffic.reduced_bytes, traffic.reduced_far_bytes),
+            **_over_replicas(engine),
         },
         control_exchanges=engine.ranks.control.exchanges,
         trace_mismatches=executor.trace.mismatches,
@@ -105,6 +108,12 @@ def read_stats(engine: Engine) -> Stats:
         activations=_activations(engine),
         _engine=engine,
     )
+
+
+def _over_replicas(engine: Engine) -> dict[str, CollectiveStats]:
+    """Averages of this rank's gradients with the other replicas of a mesh, where there are some."""
+    replicas = engine.replicas
+    return {} if replicas is None else {"replicas": CollectiveStats(replicas.averaged_elements, replicas.averaged_bytes)}
 
 
 def _activations(engine: Engine) -> ActivationStats | None:

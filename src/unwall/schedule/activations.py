@@ -14,12 +14,15 @@ one block alone is too much nothing helps.
 rounded up): block after block it keeps, for each number of units held and moved so far, the fewest seconds recomputed.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
+Table: TypeAlias = npt.NDArray[Any]
 Choice: TypeAlias = Literal["keep", "move", "recompute", "host"]
 CHOICES: tuple[Choice, ...] = ("keep", "move", "recompute", "host")
 """In the order of preference, where they cost the same."""
@@ -145,41 +148,53 @@ def _best(blocks: Sequence[Measured], budget_bytes: int, link: Link) -> tuple[Ch
     movable = min(link.host_bytes, sum(_working(block) for block in blocks))
     moved_unit = max(1, -(-movable // MOVED_UNITS))
     columns = movable // moved_unit + 1
-    seconds = torch.full((room + 1, columns), torch.inf, dtype=torch.float64)
-    seconds[0, 0] = 0.0
-    picks: list[torch.Tensor] = []
+    seconds = np.zeros((1, 1))  # grows with what can be reached: beyond it nothing is possible
+    picks: list[Table] = []
     for block in blocks:
         fits = room - -(-_working(block) // unit)
         if fits < 0:
             return None
-        seconds[fits + 1 :] = torch.inf
-        best = torch.full_like(seconds, torch.inf)
-        pick = torch.zeros_like(seconds, dtype=torch.int8)
-        for code, choice in enumerate(CHOICES):
-            down, right = -(-held_bytes(block, choice) // unit), -(-_moved(block, choice) // moved_unit)
-            if down > room or right >= columns or (choice == "move" and not link.whole_blocks):
-                continue
-            after = seconds[: room + 1 - down, : columns - right] + _again(block, choice)
-            so_far = best[down:, right:]
-            pick[down:, right:].masked_fill_(after < so_far, code)
-            torch.minimum(so_far, after, out=so_far)
-        seconds = best
+        usable = [
+            (code, -(-held_bytes(block, choice) // unit), -(-_moved(block, choice) // moved_unit), _again(block, choice))
+            for code, choice in enumerate(CHOICES)
+            if choice != "move" or link.whole_blocks
+        ]
+        usable = [each for each in usable if each[1] <= room and each[2] < columns]
+        seconds, pick = _after(seconds[: fits + 1], usable, room + 1, columns)
         picks.append(pick)
     return _followed_back(blocks, seconds, picks, link, unit, moved_unit)
 
 
+def _after(before: Table, usable: Sequence[tuple[int, int, int, float]], rows: int, columns: int) -> tuple[Table, Table]:
+    """The table behind one more block, and what was chosen for the block at each place of it: the first of the fastest.
+
+    ``usable``: for each choice its code, the units that it holds and moves, and the seconds that it takes. numpy, not torch:
+    threads that wait for each other over tables as small as these cost more than they save."""
+    shape = (
+        min(rows, before.shape[0] + max((down for _, down, _, _ in usable), default=0)),
+        min(columns, before.shape[1] + max((right for _, _, right, _ in usable), default=0)),
+    )
+    best, pick = np.full(shape, np.inf), np.zeros(shape, dtype=np.int8)
+    for code, down, right, again in usable:
+        after = before[: shape[0] - down, : shape[1] - right] + again
+        here = slice(down, down + after.shape[0]), slice(right, right + after.shape[1])
+        np.copyto(pick[here], np.int8(code), where=after < best[here])
+        np.minimum(best[here], after, out=best[here])
+    return best, pick
+
+
 def _followed_back(
-    blocks: Sequence[Measured], seconds: torch.Tensor, picks: list[torch.Tensor], link: Link, unit: int, moved_unit: int
+    blocks: Sequence[Measured], seconds: Table, picks: list[Table], link: Link, unit: int, moved_unit: int
 ) -> tuple[Choice, ...] | None:
     """The choices that lead to the fastest of all ends."""
     forward = sum(block.seconds for block in blocks)
-    least, ends = torch.inf, (0, 0)
+    least, ends = math.inf, (0, 0)
     for column in range(seconds.shape[1]):
         row = int(seconds[:, column].argmin())
         total = _total(float(seconds[row, column]), column * moved_unit, forward, link)
         if total < least:
             least, ends = total, (row, column)
-    if least == torch.inf:
+    if least == math.inf:
         return None
     row, column = ends
     choices: list[Choice] = []

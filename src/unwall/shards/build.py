@@ -45,20 +45,28 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
         key = layout.padded_numel, kind, unit.several, at_once
         if key not in known:
             assert isinstance(kind, Kind)
-            states = 0
+            master = states = 0
             if kind.trainable or kind.exact or layout.dtype is torch.float16:
-                states = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
+                master = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
             if kind.trainable:
-                states += bytes_per_element(adamw_specs(layout.dtype, plan.lean))
-            size = group_sizes(layout, states, kind.trainable, plan, world_size, unit.several)
+                states = bytes_per_element(adamw_specs(layout.dtype, plan.lean))
+            size = group_sizes(layout, master + states, kind.trainable, plan, world_size, unit.several, master)
             known[key] = replace(size, at_once_bytes=at_once)
         found.append(known[key])
     return found
 
 
-def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, world_size: int, several: bool = False) -> Sizes:
-    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state. ``several``: its gradient
-    may land in several parts even in one pass."""
+def group_sizes(
+    layout: Layout,
+    state_bytes: int,
+    trainable: bool,
+    plan: Plan,
+    world_size: int,
+    several: bool = False,
+    master_bytes: int = 0,
+) -> Sizes:
+    """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state, of which ``master_bytes``
+    are the master's. ``several``: its gradient may land in several parts even in one pass."""
     owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
     grad_item = (plan.sum_dtype or layout.dtype).itemsize
     reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
@@ -86,6 +94,7 @@ def group_sizes(layout: Layout, state_bytes: int, trainable: bool, plan: Plan, w
         exchange_bytes=exchanged,
         residual_bytes=layout.padded_numel * grad_item if packs and trainable and plan.reduce_feedback else 0,
         replica_bytes=layout.flat_bytes // per_node if nodes and plan.replica and plan.stage > 0 else 0,
+        master_bytes=owned * master_bytes,
     )
 
 

@@ -32,6 +32,7 @@ from unwall.shards.states import GROUP, StateKey, StateSpec
 from unwall.shards.store import Pending, Staging, Store
 from unwall.tiers.block import Region
 from unwall.tiers.disk import named
+from unwall.tiers.ledger import TierName
 from unwall.tiers.ticket import Ticket, order_after
 from unwall.tiers.tiers import Tiers
 
@@ -412,13 +413,13 @@ class Group:
         """The same where it lives."""
         key = spec.key(owner)
         if key not in self.states:
-            self.states[key] = self.make_store(spec)
+            self.states[key] = self.make_store(spec, owner)
         return self.states[key]
 
-    def make_store(self, spec: StateSpec) -> Store:
+    def make_store(self, spec: StateSpec, owner: int = GROUP) -> Store:
         """Room for a state, which the group does not know yet."""
-        label = f"{spec.name} of group {self.name}"
-        made = Store(self._tiers, self.pending, self.home.states, self.own_numel, spec.dtype, label)
+        label, tier = f"{spec.name} of group {self.name}", tier_of(spec.key(owner), self.home)
+        made = Store(self._tiers, self.pending, tier, self.own_numel, spec.dtype, label)
         if spec.initial:
             try:
                 made.tensor().fill_(spec.initial)
@@ -436,6 +437,11 @@ class Group:
     def _expect(self, residence: Residence) -> None:
         if self.residence is not residence:
             raise RuntimeError(f"group {self.name} is {self.residence.value}, expected {residence.value}")
+
+
+def tier_of(key: StateKey, home: Home) -> TierName:
+    """Where a state of a group lives. What belongs to the group itself is its master."""
+    return home.master if key.owner == GROUP else home.states
 
 
 def close_all(groups: Iterable[Group]) -> None:

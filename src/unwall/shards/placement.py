@@ -5,12 +5,19 @@ A group can live at four heights. All its states on the device; all on the host;
 optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers per step (read for forward and
 for backward, written after the update), a byte of gradient or optimizer state two. So host memory goes to the parameters and
 gradients of all groups first, then to optimizer state, and the device takes whole groups.
+
+[Note: masters]
+What is then left of the host is too little for the master and optimizer state of any group, but it may hold the masters of some
+alone, while the rest of their state is on disk. That is a finer step: 2 of 10 bytes per element, with AdamW and bf16. Masters
+belong to the groups, so they are as large whatever the optimizer turns out to be; and since that may keep more than AdamW, on
+disk, there stays room for chunks twice as large.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from unwall.plans import Plan
+from unwall.shards.tally import Tally
 from unwall.tiers.ledger import TierName
 from unwall.tiers.sizes import ALIGNMENT, align_up
 
@@ -56,6 +63,8 @@ class Sizes:
     """What is kept on the device of the gradient that rounding took from what was sent."""
     replica_bytes: int = 0
     """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
+    master_bytes: int = 0
+    """What the master takes beside the parameters: a part of ``state_bytes``."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,19 @@ class Home:
 
     params: TierName
     states: TierName
-    """Of the master and the optimizer state."""
+    """Of the optimizer state and, unless ``apart`` says otherwise, the master."""
     grads: TierName
     """Where the gradient waits for the update."""
     resident: bool = False
     """Updated on the host, but the gathered parameters are never dropped from the device."""
     replica: TierName = "host"
     """Where a second copy inside the node lies, if there is one."""
+    apart: TierName | None = None
+    """Of the master, where it is not with the optimizer state: see [Note: masters]."""
+
+    @property
+    def master(self) -> TierName:
+        return self.apart or self.states
 
     @property
     def tier(self) -> TierName:
@@ -79,7 +94,7 @@ class Home:
 
     @property
     def on_disk(self) -> bool:
-        return "disk" in (self.params, self.states, self.grads)
+        return "disk" in (self.params, self.states, self.grads, self.apart)
 
 
 DEVICE = Home("device", "device", "device")
@@ -88,6 +103,8 @@ SPILLED = Home("host", "disk", "host")
 DISK = Home("disk", "disk", "disk")
 LADDER = (DEVICE, HOST, SPILLED, DISK)
 """See [Note: ladder]."""
+MASTER_KEPT = replace(SPILLED, apart="host")
+"""See [Note: masters]."""
 
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -116,8 +133,13 @@ def disk_bytes_of(sizes: Sizes, home: Home) -> int:
 
 def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
     held = sizes.shard_bytes if home.params == tier else 0
-    held += sizes.state_bytes if home.states == tier else 0
-    return held + (sizes.grad_bytes if home.grads == tier else 0)
+    return held + state_bytes_on(tier, sizes, home) + (sizes.grad_bytes if home.grads == tier else 0)
+
+
+def state_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
+    """What a tier holds of a group's master and optimizer state."""
+    master = sizes.master_bytes if home.master == tier else 0
+    return master + (sizes.state_bytes - sizes.master_bytes if home.states == tier else 0)
 
 
 def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
@@ -182,7 +204,7 @@ def chunk_bytes(size: Sizes, home: Home, elements: int) -> int:
     """Host memory of one chunk under update: of each state that lies on disk, ``elements``."""
     share = elements / max(1, size.own_numel)
     grads = size.grad_bytes + size.widening_bytes if home.grads == "disk" else 0
-    held = (size.shard_bytes if home.params == "disk" else 0) + (size.state_bytes if home.states == "disk" else 0) + grads
+    held = (size.shard_bytes if home.params == "disk" else 0) + state_bytes_on("disk", size, home) + grads
     return align_up(int(held * share)) + 4 * ALIGNMENT if held else 0
 
 
@@ -197,19 +219,41 @@ def place(
     trained, frozen = _ladder(True, plan), _ladder(False, plan)
     ladders = [trained if size.trainable else frozen for size in sizes]
     homes = [ladder[-1] for ladder in ladders]
-    homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(sizes, trial, device_budget_bytes))
+    homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(trial, device_budget_bytes))
+    homes = _near_replicas(sizes, homes, device_budget_bytes)  # first: what lies on the device takes nothing of the host
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
-    return _near_replicas(sizes, homes, device_budget_bytes)
+    return _keep_masters(sizes, ladders, homes, host_budget_bytes)
 
 
 def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int | None) -> list[Home]:
     """The second copies of groups that live on the device lie there, too, as far as there is room."""
+    tally = Tally(sizes, homes)
     for index, (size, home) in enumerate(zip(sizes, homes, strict=True)):
         if home.tier == "device" and replica_bytes_on("host", size, home):
-            trial = [*homes[:index], replace(home, replica="device"), *homes[index + 1 :]]
-            homes = trial if _fits_device(sizes, trial, budget_bytes) else homes
-    return homes
+            tally.move(index, replace(home, replica="device"))
+            if not _fits_device(tally, budget_bytes):
+                tally.move(index, home)
+    return tally.homes
+
+
+def _keep_masters(
+    sizes: Sequence[Sizes], ladders: Sequence[Sequence[Home]], homes: list[Home], budget_bytes: int | None
+) -> list[Home]:
+    """See [Note: masters]. Where the plan names the tier of optimizer state the master stays with it."""
+    pairs = list(zip(sizes, homes, strict=True))
+    able = [at for at, (size, home) in enumerate(pairs) if home == SPILLED and HOST in ladders[at] and size.trainable]
+    if budget_bytes is None or not able:
+        return homes
+    elements = chunk_elements(sizes, homes)
+    spare = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in pairs)
+    left = budget_bytes - sum(host_bytes_of(*pair) for pair in pairs) - host_working_bytes(sizes, homes) - spare
+    kept = list(homes)
+    for at in able:
+        if 0 < sizes[at].master_bytes <= left:
+            kept[at] = MASTER_KEPT
+            left -= sizes[at].master_bytes
+    return kept
 
 
 def _climb_together(
@@ -220,11 +264,11 @@ def _climb_together(
     All at once comes first, because the disk's buffers go when its last group does: looking at one group at a time, a host
     that can hold everything would seem too small."""
     below = {key: _at_most(ladder, goal) for key, ladder in {id(ladder): ladder for ladder in ladders}.items()}
-    limits = [ladder if home == DEVICE else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
+    limits = [ladder if home.tier == "device" else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
-    if _fits_host(sizes, everyone, budget_bytes):
+    if _fits_host(Tally(sizes, everyone), budget_bytes):
         return everyone
-    return _climb(sizes, limits, homes, "host", lambda trial: _fits_host(sizes, trial, budget_bytes))
+    return _climb(sizes, limits, homes, "host", lambda trial: _fits_host(trial, budget_bytes))
 
 
 def _climb(
@@ -232,30 +276,34 @@ def _climb(
     ladders: Sequence[Sequence[Home]],
     homes: list[Home],
     tier: TierName,
-    fits: Callable[[list[Home]], bool],
+    fits: Callable[[Tally[Sizes, Home]], bool],
 ) -> list[Home]:
     """Raises one group after the other to the top of its ladder, as long as that fits."""
+    tally = Tally(sizes, homes)
+    refused: set[tuple[int, Home, Home]] = set()
     for index in range(len(sizes)):
-        top = ladders[index][0]
-        if top == homes[index] or (tier == "device") != (top.tier == "device") or homes[index].tier == "device":
+        top, home = ladders[index][0], homes[index]
+        if top == home or (tier == "device") != (top.tier == "device") or home.tier == "device":
             continue
-        trial = [*homes[:index], top, *homes[index + 1 :]]
-        if not fits(trial):
-            if tier == "device":
-                break  # the first groups, without gaps
+        if (tally.kinds[index], home, top) in refused:
+            continue  # another one like it did not fit, and nothing has moved since
+        tally.move(index, top)
+        if fits(tally):
+            refused.clear()
             continue
-        homes = trial
-    return homes
+        tally.move(index, home)
+        if tier == "device":
+            break  # the first groups, without gaps
+        refused.add((tally.kinds[index], home, top))
+    return tally.homes
 
 
-def _fits_device(sizes: Sequence[Sizes], homes: list[Home], budget: int | None) -> bool:
-    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    return budget is None or held + working_bytes(sizes, homes) <= budget
+def _fits_device(tally: Tally[Sizes, Home], budget: int | None) -> bool:
+    return budget is None or tally.held_bytes(device_bytes_of) + working_bytes(*tally.some()) <= budget
 
 
-def _fits_host(sizes: Sequence[Sizes], homes: list[Home], budget: int | None) -> bool:
-    held = sum(host_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    return budget is None or held + host_working_bytes(sizes, homes) <= budget
+def _fits_host(tally: Tally[Sizes, Home], budget: int | None) -> bool:
+    return budget is None or tally.held_bytes(host_bytes_of) + host_working_bytes(*tally.some()) <= budget
 
 
 def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:

@@ -12,7 +12,7 @@ A store that fails, whatever it raises, has nothing to say: it went with the pro
 rank finds out without a store. The thread goes on whatever happens in a look, or nobody would be told of anything any more.
 
 Whether a rank that does not answer is slow, stopped or dead is seen in its process, where it runs on this machine. Of a rank
-elsewhere it is known only whether its thread still answers.
+elsewhere it is known whether its thread still answers, and whether its machine does ([Note: lines] in shards/lines.py).
 """
 
 import atexit
@@ -26,6 +26,8 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from unwall.shards.lines import ends_of, is_loopback, lines
 
 LOOK_S = 0.5
 """How often the thread looks into the store."""
@@ -84,6 +86,8 @@ class Watch:
         """A look has failed, and that was said."""
         self.dimension = ""
         """Of a mesh, whose ranks these are: for messages."""
+        self.names: list[str] = []
+        """What each rank is called there, if not by its number."""
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -91,6 +95,9 @@ class Watch:
         self._asked = ""
         self._dead_for = 0  # looks in a row
         self._processes: dict[int, Process] = {}
+        self._vanished: set[int] = set()
+        self._lines_drawn = False
+        self._ends: tuple[str, str] | None = None  # this machine's address and the store's, once they are needed
         self._set(f"who/{rank}", " ".join(map(str, (_machine(), os.getpid(), _look_up(os.getpid())[1]))))
         _begin_looking(self)
 
@@ -136,16 +143,28 @@ class Watch:
         return "; ".join(self._describe(rank) for rank in self._others)
 
     def dead(self) -> list[int]:
-        """Ranks on this machine whose process has ended."""
-        return [rank for rank in self._others if self._state(rank) == "gone"]
+        """Ranks whose process has ended, on this machine, or whose machine has vanished."""
+        return [rank for rank in self._others if self._state(rank) in ("gone", "vanished")]
+
+    def lost(self, machine: str, addresses: set[str]) -> None:
+        """A machine has vanished. On the thread of the lines, which asks no store: it may have served this one."""
+        self._vanished |= {rank for rank, process in self._processes.items() if process.machine == machine}
+        if self._ends is not None and self._ends[1] in addresses:
+            self.let_go()
+        told = " and ".join(self._describe(rank) for rank in sorted(self._vanished))
+        self.end = self.end or f"{told}. Start all ranks again, from a checkpoint"
+        _wake.set()
 
     def _may_answer(self, rank: int, asked: str) -> bool:
-        return self._state(rank) not in ("gone", "stopped") and self._sign(rank)[0] != asked
+        return self._state(rank) not in ("gone", "stopped", "vanished") and self._sign(rank)[0] != asked
 
     def _describe(self, rank: int) -> str:
         process, state, place = self._process(rank), self._state(rank), self._sign(rank)[1]
+        name = self.names[rank] if self.names else f"rank {rank}{f' of {self.dimension}' if self.dimension else ''}"
         if state == "gone":
-            return f"rank {rank}{f' of {self.dimension}' if self.dimension else ''} has ended (process {process.pid})"
+            return f"{name} has ended (process {process.pid})"
+        if state == "vanished":
+            return f"{name} has vanished: its machine ({process.machine.partition('/')[0]}) does not answer any more"
         if state == "stopped":
             return f"rank {rank} is stopped (process {process.pid}; SIGCONT lets it go on)"
         if place:
@@ -162,7 +181,7 @@ class Watch:
     def _state(self, rank: int) -> str:
         process = self._process(rank)
         if process.machine != _machine():
-            return "elsewhere"
+            return "vanished" if rank in self._vanished else "elsewhere"
         state, began = _look_up(process.pid)
         if began != process.began or state in ("Z", "X"):
             return "gone"
@@ -176,6 +195,28 @@ class Watch:
                 return Process("unknown", 0, "")
             self._processes[rank] = Process(machine, int(pid), began)
         return self._processes[rank]
+
+    def _draw_lines(self) -> None:
+        """Lines to the other machines, as soon as it is known which there are. See [Note: lines] in shards/lines.py."""
+        first: dict[str, int] = {}
+        for rank in self._others:
+            first.setdefault(self._process(rank).machine, rank)
+        if "unknown" in first:
+            return
+        first.pop(_machine(), None)
+        self._lines_drawn = True
+        if first and self._ends is None:
+            self._ends = ends_of(self._store)
+        if not first or self._ends is None:
+            return
+        local, serves = self._ends
+        self._set(f"line/{self._rank}", f"{'' if is_loopback(local) else local} {lines.listen(local)}")
+        told = {machine: self._get(f"line/{rank}") for machine, rank in first.items()}
+        self._lines_drawn = all(told.values())
+        for machine, text in told.items():
+            address, _, port = text.partition(" ")
+            if port:
+                lines.draw(machine, address or serves, int(port), self)
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
@@ -192,6 +233,8 @@ class Watch:
             self._set(f"sign/{self._rank}", f"{asked}\n{self.where()}")
         for onlooker in list(self.onlookers):
             onlooker.look()
+        if not self._lines_drawn:
+            self._draw_lines()
         self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
         if self.stuck and (self.end or self._dead_for >= CERTAIN):
             self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"

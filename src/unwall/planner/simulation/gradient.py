@@ -1,9 +1,10 @@
 """A group's gradient whose bytes do not move: what it takes of the device, and when it is where the update runs."""
 
-from unwall.planner.pace import DISK_READ, DISK_WRITE, GATHER, LAND, UPDATE
+from unwall.planner.pace import DISK_READ, DISK_WRITE, LAND, UPDATE
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.group import SimulatedGroup
 from unwall.planner.simulation.rank import VirtualRank
+from unwall.planner.traffic import Traffic, of_reduction, ranks_per_node
 
 
 class SimulatedGradient:
@@ -75,16 +76,29 @@ class SimulatedGradient:
         self._reducing = True
         # Each finished gradient was copied into the flat buffer: read once, written once.
         seconds = 2 * size.grad_flat_bytes / rank.pace.device_memory_bytes_per_s
-        if size.exchange_bytes:
-            seconds += rank.pace.packing_s(self.group.gathered_numel, self.group.gathered_numel)
-        after = rank.compute(seconds)
         if not rank.alone:
             rank.ledger.reserve(size.grad_part_bytes, self._label)
-            seconds = rank.collective_s(size.exchange_bytes or size.grad_flat_bytes)
-            seconds += rank.collective_s(size.grad_flat_bytes) if rank.job.plan.stage == 0 else 0.0
-            after = rank.submit(GATHER, seconds, [after], f"reduce {self.group.index}")
+            after = self._travel(seconds)
+        else:
+            after = rank.compute(seconds)
         if self.leaves:
             self.landing = self._land(after)
+
+    def _travel(self, seconds: float) -> Task:
+        """Over the ranks, after ``seconds`` of compute; inside the node first, where gradients take two hops."""
+        rank, size, name = self._rank, self.group.size, f"reduce {self.group.index}"
+        moved, numel = of_reduction(size, rank.job.plan, rank.job.ranks), self.group.gathered_numel
+        if moved.near:
+            inside = rank.travel(Traffic(near=moved.near), rank.compute(seconds), name)
+            if rank.pace.blocking:
+                rank.clock.wait(inside)
+            numel //= ranks_per_node(rank.job.plan, rank.job.ranks)
+            seconds, after = 0.0, [inside]
+        else:
+            after = []
+        if size.exchange_bytes:
+            seconds += rank.pace.packing_s(numel, numel, noise=True)
+        return rank.travel(Traffic(moved.everyone, 0.0, moved.across), rank.compute(seconds, after), name)
 
     def _land(self, after: Task) -> Task:
         """The sum goes to the tier where the update reads it, and is added there to what landed before."""
@@ -117,8 +131,9 @@ class SimulatedGradient:
         elif self._keeps_flat:
             ledger.release(incoming)
             self._held_bytes = self._held_bytes or size.grad_flat_bytes
-        elif not self.passes:
-            self._held_bytes = incoming
+        elif not self.passes:  # what was packed goes
+            ledger.release(incoming - size.grad_bytes)
+            self._held_bytes = size.grad_bytes
         else:
             if not self._piece:
                 self._widen()

@@ -1,8 +1,9 @@
 """A group whose bytes do not move: fetching it takes time on a virtual clock."""
 
-from unwall.planner.pace import DISK_READ, FETCH, GATHER
+from unwall.planner.pace import DISK_READ, FETCH, LAND
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
+from unwall.planner.traffic import has_replica, of_gather, of_near_gather
 from unwall.shards.group import Residence
 from unwall.shards.placement import RING_SLOT_BYTES, replica_bytes_on, transit_bytes_of
 
@@ -28,6 +29,14 @@ class SimulatedGroup:
         self.update: Task | None = None
         self._rank = rank
         self._gathers = not rank.alone and not (self.home.tier == "host" and rank.job.plan.stage == 0)
+        self._replicated = self._gathers and has_replica(self.size, self.home)
+        self.near = False
+        """The second copy inside the node holds what the parameters are now."""
+        self._in_transit = 0
+        """Bytes that packed parameters take on their way."""
+        self._fills = False
+        """What is under way fills the second copy."""
+        self._filling: Task | None = None
         rank.ledger.reserve(self._fixed_bytes(), f"states of {self.name}")
 
     def _fixed_bytes(self) -> int:
@@ -60,14 +69,38 @@ class SimulatedGroup:
         if self.home.tier == "host":
             arrival = self._bring(arrival)
         if self._gathers:
-            moved_bytes = self.transit_bytes or self.size.flat_bytes
             if self.transit_bytes:
                 arrival = rank.compute(rank.pace.packing_s(self.gathered_numel / rank.job.ranks, 0), [arrival])
-            arrival = rank.submit(GATHER, rank.collective_s(moved_bytes), [arrival], f"gather {self.index}")
-            rank.ledger.reserve(self.transit_bytes, f"parameters of {self.name} on their way")
+            arrival = rank.travel(of_gather(self.size, self.home, rank.job.ranks), arrival, f"gather {self.index}")
+            self._in_transit = self.transit_bytes
+            rank.ledger.reserve(self._in_transit, f"parameters of {self.name} on their way")
+            self._fills = self._replicated and not self.near
+            self.near = self._replicated
         self.arrival = arrival
         self.residence = Residence.ARRIVING
         rank.gathers += 1
+
+    def begin_near(self) -> None:
+        """From the second copy inside the node, as it is."""
+        rank = self._rank
+        rank.ledger.reserve(self.fetch_bytes, f"parameters of {self.name}")
+        arrival = None if rank.ledger.budget_bytes is None else rank.computed
+        if self.home.replica == "host":
+            rate = rank.pace.ceilings.host_to_device_bytes_per_s
+            arrival = rank.submit(FETCH, self.size.replica_bytes / rate, [arrival, self._filling], "fetch")
+        self.arrival = rank.travel(of_near_gather(self.size, rank.job.plan, rank.job.ranks), arrival, f"gather {self.index}")
+        self.residence = Residence.ARRIVING
+        rank.gathers += 1
+
+    def _fill(self) -> None:
+        """The second copy is made of what arrived."""
+        rank, nbytes = self._rank, self.size.replica_bytes
+        self._fills = False
+        if self.home.replica == "host":
+            seconds = nbytes / rank.pace.ceilings.device_to_host_bytes_per_s
+            self._filling = rank.submit(LAND, seconds, [self.arrival], "second copy")
+        else:
+            self.arrival = rank.compute(2 * nbytes / rank.pace.device_memory_bytes_per_s, [self.arrival])
 
     def _bring(self, after: Task | None) -> Task:
         rank, nbytes = self._rank, self.size.shard_bytes
@@ -80,12 +113,8 @@ class SimulatedGroup:
         rank.submit(FETCH, (nbytes - last) / rate, [after], "fetch")
         return rank.submit(FETCH, last / rate, [read], "fetch the last chunk")
 
-    near = False
-    """Second copies inside nodes are counted, but not their time: the planner knows one speed between ranks."""
-
-    def outdated(self) -> None: ...
-
-    begin_near = begin_gather
+    def outdated(self) -> None:
+        self.near = False
 
     def serve_near(self) -> None: ...
 
@@ -93,14 +122,18 @@ class SimulatedGroup:
         """Ranks that are alike want a group at the same time: this one has it, so no other needs it."""
 
     def finish_gather(self) -> None:
+        packed = self._in_transit > 0
         self._arrived()
-        if self.transit_bytes and self._gathers:
+        if packed:
             self.arrival = self._rank.compute(self._rank.pace.packing_s(0, self.gathered_numel), [self.arrival])
+        if self._fills:
+            self._fill()
         self.residence = Residence.RESIDENT
 
     def _arrived(self) -> None:
-        if self.residence is Residence.ARRIVING and self._gathers:
-            self._rank.ledger.release(self.transit_bytes)
+        if self.residence is Residence.ARRIVING:
+            self._rank.ledger.release(self._in_transit)
+            self._in_transit = 0
 
     def drop(self) -> None:
         self._arrived()

@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from unwall.planner.job import Job
-from unwall.planner.pace import COMPUTE, Pace
+from unwall.planner.pace import COMPUTE, GATHER, NEAR, Pace
 from unwall.planner.simulation.clock import Clock, Task
+from unwall.planner.traffic import Traffic
 from unwall.schedule.backend import Acts
 from unwall.shards.control import unpack_bits
 from unwall.tiers.ledger import Ledger
@@ -22,6 +23,8 @@ class VirtualRank:
         self.ledger = Ledger("device", job.state_budget_bytes)
         self.gathers = 0
         """Groups that were fetched or gathered."""
+        self.traffic = Traffic()
+        """What came from other ranks."""
         self.computed: Task | None = None
         """What the device computes last."""
         self.updated: Task | None = None
@@ -43,9 +46,11 @@ class VirtualRank:
             self.clock.wait(self.computed)
         return self.computed
 
-    def collective_s(self, flat_bytes: int) -> float:
-        """All-gather or reduce-scatter: each rank sends all parts but one."""
-        return flat_bytes * (self.job.ranks - 1) / self.job.ranks / self.pace.ceilings.collective_bytes_per_s
+    def travel(self, what: Traffic, after: Task | None, name: str) -> Task:
+        """What comes from other ranks: inside the node or not, one queue for each."""
+        self.traffic += what
+        queue, seconds = (NEAR, what.near_s) if what.near else (GATHER, what.between_s)
+        return self.submit(queue, seconds(self.pace.ceilings), [after], name)
 
 
 class RanksAlike:
@@ -54,10 +59,10 @@ class RanksAlike:
     def __init__(self, acts: Acts) -> None:
         self._acts = acts
 
-    def gather(self, index: int, near: bool = False) -> None:  # noqa: ARG002 (the protocol's signature)
-        self._acts.join_gather(index)
+    def gather(self, index: int, near: bool = False) -> None:
+        self._acts.join_gather(index, near)
 
-    def may_gather_ahead(self, index: int, near: bool = False) -> bool:  # noqa: ARG002
+    def may_gather_ahead(self, index: int, near: bool = False) -> bool:  # noqa: ARG002 (the protocol's signature)
         return True
 
     def reduce(self, index: int, bits: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from unwall.planner.simulation.gradient import SimulatedGradient
 from unwall.planner.simulation.group import SimulatedGroup
 from unwall.planner.simulation.rank import NobodyWatches, RanksAlike, VirtualRank
 from unwall.planner.simulation.update import measure_norm, submit_update
+from unwall.planner.traffic import Traffic
 from unwall.schedule.executor import Executor
 
 STEPS = 2
@@ -31,6 +32,8 @@ class Simulated:
     device_peak_bytes: int
     gathers: int
     """Groups that were fetched or gathered in the step."""
+    traffic: Traffic
+    """What came from other ranks in the passes of the step that are simulated."""
 
 
 class Simulation:
@@ -89,6 +92,7 @@ class Simulation:
         rank, clock, seconds = self.rank, self.rank.clock, 0.0
         for _ in range(STEPS):
             begin, clock.busy_s, rank.gathers = clock.now_s, {}, 0
+            rank.traffic = Traffic()
             rank.ledger.reset_peak()
             middle_s, middle_busy_s = 0.0, {}
             for number in range(passes):
@@ -104,7 +108,7 @@ class Simulation:
             seconds = clock.now_s - begin + more * middle_s
             for queue, busy in middle_busy_s.items():
                 clock.busy_s[queue] += more * busy
-        return Simulated(seconds, dict(clock.busy_s), rank.ledger.peak_bytes, rank.gathers)
+        return Simulated(seconds, dict(clock.busy_s), rank.ledger.peak_bytes, rank.gathers, rank.traffic)
 
     def _pass(self, last: bool) -> None:
         """One forward and backward. Groups are pinned as [Note: pins] in runtime/backward.py says."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from unwall.planner.pace import DISK_READ, DISK_WRITE, UPDATE, update_bytes
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
-from unwall.shards.placement import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT
+from unwall.shards.placement import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, state_bytes_on
 
 PIECES = 8
 """A group whose state is on disk is updated in chunks; so many pieces of it are simulated, at most."""
@@ -33,7 +33,7 @@ def submit_update(rank: VirtualRank, index: int, after: Sequence[Task | None]) -
         return None
     seconds = traffic / rates.host_memory_bytes_per_s
     params = size.shard_bytes if home.params == "disk" else 0
-    states = size.state_bytes if home.states == "disk" else 0
+    states = state_bytes_on("disk", size, home)
     grads = 0
     if home.grads == "disk":
         grads = size.grad_bytes + (size.widening_bytes if rank.job.workload.passes > 1 else 0)
