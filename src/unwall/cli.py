@@ -13,10 +13,12 @@ import typer
 from typer.core import TyperCommand
 
 from unwall._version import __version__
+from unwall.train.start import process_age_s
 
 if TYPE_CHECKING:
     from unwall.planner.probe import Progress
 
+_IMPORTED_S = process_age_s()
 app = typer.Typer(add_completion=False)
 
 
@@ -133,6 +135,8 @@ def _plan(
 
     if plot is not None and plot.suffix != ".svg":
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
+    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
+        raise ValueError(f"--plot {plot}: {'is a directory' if plot.is_dir() else 'no such directory'}; give a file in one")
     check_objective(options["objective"])  # before a large model is looked at
     kept_of(options["activations"], options["offload_activations"])
     outline = read_model(model, vocab)
@@ -220,7 +224,7 @@ def train(
             from unwall.train.command import run
 
             with _progress() as told:
-                code = run(options, told)
+                code = run(options, told, _IMPORTED_S)
     if code:
         raise typer.Exit(code=code)
 
@@ -262,6 +266,8 @@ def inspect(
 
 def _of_run(path: Path) -> Path:
     """The checkpoints of a directory that ``unwall train --out`` made; any other path as it is."""
+    if path.is_file():
+        raise ValueError(f"{path}: is a file; give the directory of a checkpoint, or the one that `unwall train --out` wrote")
     run = path.parent if path.name == "checkpoints" else path
     if not (run / "run.json").is_file():
         return path
@@ -287,7 +293,10 @@ def _said_plainly() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(code=0) from None
     except (ValueError, RuntimeError, OSError) as error:
-        options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", str(error))
+        said = str(error)
+        if isinstance(error, OSError) and said.startswith("[Errno") and error.filename:
+            said = f"{os.fsdecode(error.filename)}: {error.strerror}"
+        options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", said)
         typer.echo(f"unwall: {options}", err=True)
         refused = type(error).__name__ == "DoesNotFitError"
         raise typer.Exit(code=1 if refused else 2) from None

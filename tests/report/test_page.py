@@ -29,7 +29,9 @@ def line(step, **more):
 @pytest.fixture
 def run(tmp_path):
     """As ``unwall train`` writes it."""
-    lines = [line(step) for step in range(1, 41)] + [{"kind": "eval", "step": 40, "loss": 2.1}]
+    parts = {"imports": 4.0, "planning": 0.5, "weights": 5.5}
+    lines = [{"kind": "start", "step": 0, "seconds": 10.0, "parts": parts}]
+    lines += [line(step) for step in range(1, 41)] + [{"kind": "eval", "step": 40, "loss": 2.1}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     prediction = {"step_s": 0.4, "bound_s": 0.3, "bound_by": "disk", "tokens_per_s": 2500, "peak_bytes": {"device": 2**30}}
     said = {"version": 1, "status": "finished", "steps": 40, "answer": "fits <b>", "plan": {"device_bytes": 2**31}}
@@ -52,6 +54,8 @@ def test_one_page_holds_everything(run):
     assert not re.search(r"(src|href)=\"(?!#)|https?://|@import|url\(", html), "something comes from elsewhere"
     assert "Compute waited 0.1 ms in all, 10.0% of the step" in html
     assert "disk&gt;host" in html
+    assert "The first step was done 10.0 s after the command, on rank 0" in html
+    assert "weights 5.5 s" in html
     assert "<td>1.25</td>" in html, "the step took 1.25 times what was predicted"
 
 
@@ -63,8 +67,8 @@ def test_what_is_missing_or_broken_is_named(run):
     (run / "profile.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     html = write_report(run, run / "other.html").read_text()
     problems = [
-        "log.jsonl, line 42: is not JSON",
-        "log.jsonl, line 43: is not an object",
+        "log.jsonl, line 43: is not JSON",
+        "log.jsonl, line 44: is not an object",
         "run.json: is missing",
         "profile.json",
     ]
@@ -79,6 +83,9 @@ def test_a_directory_that_is_no_run_is_one_line(tmp_path):
         assert found.exit_code == 2
         assert said in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
+    (tmp_path / "log.jsonl").write_text(json.dumps(line(1)) + "\n")
+    found = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "none" / "report.html")])
+    assert (found.exit_code, "cannot be written: No such file or directory; give a file" in found.stderr) == (2, True)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ReportError, match=r"there is no log\.jsonl in it"):
         read_run(tmp_path / "empty")

@@ -15,6 +15,7 @@ is left between "all" and "one after the other" is bounded. So what is asserted 
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -249,6 +250,13 @@ def test_parameters_and_gradients_get_the_host_before_optimizer_state():
         for home in place(sizes, Plan(disk="/fast"), 0, budget):
             assert home in (SPILLED, HOST)
         assert need(sizes, everyone)[1] <= budget
+
+
+def test_second_copies_that_the_device_holds_take_nothing_of_the_host():
+    sizes = [replace(group(LARGE, ranks=2), replica_bytes=2 * LARGE)] * 3
+    wanted = [replace(DEVICE, replica="device"), HOST, HOST]
+    device_bytes, host_bytes = need(sizes, wanted)
+    assert place(sizes, Plan(disk="/fast"), device_bytes, host_bytes) == wanted
 
 
 @pytest.mark.parametrize("sizes", mixed_models())

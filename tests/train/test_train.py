@@ -43,6 +43,13 @@ def undisturbed(place):
     return found
 
 
+def test_the_log_says_where_the_time_until_the_first_step_went(place, undisturbed):
+    [start] = read_log(place / "whole-llama", "start")
+    assert {"imports", "planning", "data", "building", "shard", "weights", "optimizer", "first step"} == set(start["parts"])
+    assert start["step"] == 0
+    assert abs(sum(start["parts"].values()) - start["seconds"]) < 0.1
+
+
 def test_losses_are_those_of_a_plain_loop(place, undisturbed):
     """transformers and torch.optim, over the same sequences."""
     import transformers

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,8 @@ def said(place, *more, **options):
         ({"lr": -1}, "--lr must be a number above 0"),
         ({"device_bytes": "lots"}, "--device-bytes: cannot read 'lots'"),
         ({"eval_every": 3}, "add --eval-data"),
+        ({"seq": 10**9}, "far beyond them; use --seq 128"),
+        ({"nproc": 0}, "--nproc is 1 or more, got 0"),
     ],
 )
 def test_options(place, options, expected):
@@ -70,6 +73,18 @@ def test_data(place):
         assert expected in said(place, data=place / name, out=place / f"out-{name}")
     (place / "broken.jsonl").write_text('{"text": "good"}\n{"text"\n')
     assert "broken.jsonl:2: is not JSON" in said(place, "--strict", data=place / "broken.jsonl", out=place / "out-strict")
+
+
+def test_configs_and_weights(place):
+    for name, config, expected in [
+        ("listed", "[1]", "its config is no JSON object"),
+        ("cut", "{", "is not JSON"),
+        ("wide", None, "its weights do not match its config: size mismatch for "),
+    ]:
+        shutil.copytree(place / "model", place / name)
+        wider = json.dumps(json.loads((place / "model" / "config.json").read_text()) | {"hidden_size": 64})
+        (place / name / "config.json").write_text(config or wider)
+        assert expected in said(place, model=place / name, out=place / f"out-{name}")
 
 
 def test_a_tokenizer_of_another_model(place):

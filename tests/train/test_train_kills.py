@@ -34,7 +34,7 @@ def started(step, **given):
     """A run that has logged a step."""
     process = subprocess.Popen(command(**given), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log, until = given["out"] / "log.jsonl", time.monotonic() + LIMIT_S
-    while not log.exists() or log.read_bytes().count(b"\n") < step:
+    while not log.exists() or log.read_bytes().count(b'"kind": "step"') < step:
         assert process.poll() is None, f"ended with {process.returncode}"
         assert time.monotonic() < until
         time.sleep(0.02)

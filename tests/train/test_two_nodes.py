@@ -88,7 +88,7 @@ def ranks_and_steps(place):
     """Ranks of the run as it is now, and steps in its log."""
     try:
         found = re.search(r'"ranks": (\d+)', (place / "out" / "run.json").read_text())
-        steps = (place / "out" / "log.jsonl").read_bytes().count(b"\n")
+        steps = (place / "out" / "log.jsonl").read_bytes().count(b'"kind": "step"')
     except FileNotFoundError:
         return 0, 0
     return (int(found[1]) if found else 0), steps

@@ -9,7 +9,8 @@ from typing import Any
 
 from unwall.report.chart import Curve, Level, chart, near
 from unwall.report.lanes import lanes, stall_table
-from unwall.report.run import TIERS, Run, is_number, read_run
+from unwall.report.run import TIERS, ReportError, Run, is_number, read_run
+from unwall.report.start import until_first_step
 from unwall.tiers.sizes import format_bytes, parse_bytes
 
 NAME = "report.html"
@@ -20,7 +21,10 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Writes the page, into the run directory where nothing else is said, and gives its path. ReportError: it is no run."""
     run = read_run(run_dir)
     target = Path(run_dir, NAME) if out is None else Path(out)
-    target.write_text(page(run), encoding="utf-8")
+    try:
+        target.write_text(page(run), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"{target}: cannot be written: {error.strerror}; give a file of your own with --out FILE") from None
     return target
 
 
@@ -32,6 +36,7 @@ def page(run: Run) -> str:
         ("memory", "Memory per tier", _memory(run)),
         ("step", "One step", _step(run)),
         ("plan", "The plan and what was measured", _against_plan(run)),
+        ("start", "Until the first step", until_first_step(run)),
         ("details", "Details", _details(run)),
     ]
     there = [(anchor, name, body) for anchor, name, body in sections if body]

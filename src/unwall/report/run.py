@@ -29,6 +29,8 @@ class Run:
     evaluations: list[dict[str, Any]]
     spans: list[LaneSpan]
     """The time line of one step."""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """One line per start: where the time until its first step went."""
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
 
@@ -81,9 +83,8 @@ def read_run(path: str | Path) -> Run:
         broken = f" ({problems[0]})" if problems else ""
         raise ReportError(f"{path / LOG}: there is no step in it yet{broken}: try again once the run has taken one")
     said = _said(path / RUN, problems)
-    return Run(
-        path, said, steps, [line for line in lines if line.get("kind") == "eval"], _spans(path / PROFILE, problems), problems
-    )
+    tested, starts = ([line for line in lines if line.get("kind") == kind] for kind in ("eval", "start"))
+    return Run(path, said, steps, tested, _spans(path / PROFILE, problems), starts, problems)
 
 
 def _lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:

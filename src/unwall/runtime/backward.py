@@ -108,8 +108,8 @@ class Backward:
 
     def expect(self, param: nn.Parameter, places: tuple[Place, ...]) -> None:
         """Forward reads a trainable parameter: its gradient may come."""
-        for place in places:
-            self._awaiting[place.group].add(place.slot)
+        for index, slot in places:
+            self._awaiting[index].add(slot)
         if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
             self.take_gradients_of(param)
 
@@ -227,14 +227,15 @@ class Backward:
             self._note_task()
         self.arrivals += 1
         places = self._places[id(param)]
-        for place in places:
-            self._arriving(place.group)
+        for index, _ in places:
+            self._arriving(index)
         if torch.is_grad_enabled():  # with create_graph
             with torch.no_grad():
                 self._take_all(param, places, grad)
         else:
             self._take_all(param, places, grad)
-        self._hand_out()
+        if self._executor.has_reduced:
+            self._hand_out()
 
     def _take_all(self, param: nn.Parameter, places: tuple[Place, ...], grad: torch.Tensor) -> None:
         grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)

@@ -91,7 +91,7 @@ class BlockCall:
         """Runs or, where that does not fit the card, recomputes. See [Note: run again]. ``free`` makes room, and says whether
         that is of use."""
         generators = Generators(self._device)
-        counted = [(buffer, buffer.clone()) for buffer in self._block.buffers()]
+        counted = [(buffer, buffer.clone()) for buffer in _buffers(self._block)]
         try:
             return run()
         except torch.OutOfMemoryError as error:
@@ -105,6 +105,19 @@ class BlockCall:
 
     def _keeping_buffers(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), keep_buffers(self._block)
+
+
+def _buffers(block: nn.Module) -> Iterator[torch.Tensor]:
+    """What ``block.buffers()`` gives, perhaps one of them twice, without making up names for all that is below it."""
+    found = {block}
+    below = [block]
+    while below:
+        module = below.pop()
+        yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        for child in module._modules.values():
+            if child is not None and child not in found:
+                found.add(child)
+                below.append(child)
 
 
 @contextmanager

@@ -21,13 +21,17 @@ def boundary_nodes(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tenso
     stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while stack:
         node = stack.pop()
-        if node in seen or node in goals:
+        if node in seen or node in goals:  # an output may be an input
             continue
         seen.add(node)
         if len(seen) > _NODES_MAX:
             return None
-        following = [entry for entry, _ in node.next_functions if entry is not None]
-        if any(entry in goals for entry in following):
+        reaches = False
+        for entry, _ in node.next_functions:
+            if entry in goals:
+                reaches = True
+            elif entry is not None and entry not in seen:
+                stack.append(entry)
+        if reaches:
             found.append(node)
-        stack.extend(following)
     return found

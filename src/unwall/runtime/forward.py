@@ -24,7 +24,7 @@ from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame, caller_of_hook, is_running
 from unwall.runtime.covered import Covered
 from unwall.runtime.outputs import tensors_in
-from unwall.runtime.places import Places
+from unwall.runtime.places import Place, Places
 from unwall.runtime.saved import SavedTensors
 from unwall.runtime.turns import Turn, is_executed
 from unwall.schedule.executor import Executor
@@ -106,7 +106,7 @@ class Forward:
         for index in groups:
             self._read(frame, index)
         for param in reads:
-            self.touched(param)
+            self.touched(param, self._places[id(param)])
         if outermost:
             self.quiet = self._executor.all_stay and self.saved.idle and not self._executor.lane.watching
             if self.quiet:
@@ -180,26 +180,27 @@ class Forward:
             self.thread = thread
         return self.thread == _OVERLOOKED
 
-    def touched(self, param: nn.Parameter) -> None:
-        """A parameter is looked up on its module: someone in the innermost running call is about to read it."""
-        if self.quiet and self.thread == get_ident():
+    def touched(self, param: nn.Parameter, places: tuple[Place, ...]) -> None:
+        """A parameter is looked up on its module: someone in the innermost running call is about to read it. ``places``: its
+        own."""
+        mine = self.thread == get_ident()
+        if mine and self.quiet:
             self.lookups += 1
             if param.requires_grad and torch.is_grad_enabled():
-                self._backward.expect(param, self._places[id(param)])
+                self._backward.expect(param, places)
             return
         if self.saved.watching:
             self.saved.cover()
         frame = self.frames[-1] if self.frames else None
-        if frame is not None and frame.covers and self.thread == get_ident():
+        if mine and frame is not None and frame.covers:
             self.lookups += 1
-            places = self._places[id(param)]
             if len(places) == 1 and places[0].group in self.covered.groups:
                 if param.requires_grad and torch.is_grad_enabled():
                     self._backward.expect(param, places)
                     frame.places.update(places)
                 return
             self.covered.never_again(frame)
-        if frame is not None and self.thread != get_ident() and torch._C._current_graph_task_id() == -1:
+        if frame is not None and not mine and torch._C._current_graph_task_id() == -1:
             if self.thread == _OVERLOOKED:
                 self.forget_interrupted()
                 return
@@ -207,7 +208,6 @@ class Forward:
                 f"a parameter of {type(frame.module).__name__} or of a module near it is read by thread "
                 f"{current_thread().name!r} while {self._turn.name()} runs the model: read it there, or take a state_dict()"
             )
-        places = self._places[id(param)]
         if len(places) > 1:
             return  # it is never whole on the device: the operator that reads it fetches its tiles (runtime/tiling.py)
         for place in places:

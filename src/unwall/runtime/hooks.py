@@ -62,7 +62,8 @@ class Enter(Hook):
 
     def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
         super().__init__(engine)
-        self._forward = engine.forward
+        self._forward, self._covered, self._saved = engine.forward, engine.forward.covered, engine.forward.saved
+        self._places = engine.places
         self.cover: tuple[int, ...] = ()
         """The groups of all that is below it, where it covers that. See [Note: covered calls] in runtime/covered.py."""
         self.aim(groups, reads, casts)
@@ -77,18 +78,18 @@ class Enter(Hook):
         forward = self._forward
         if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
             for param in self._reads:
-                forward.touched(param)
+                forward.touched(param, self._places[id(param)])
         elif (
-            (covering := forward.covered.frame) is not None
+            (covering := self._covered.frame) is not None
             and module is not covering.module
             and module is not forward.outermost  # it is called anew: the call that covered others was interrupted
             and forward.thread == get_ident()
-            and forward.covered.groups.issuperset(self._groups)
+            and self._covered.groups.issuperset(self._groups)
         ):
-            if forward.saved.watching:
-                forward.saved.cover()
+            if self._saved.watching:
+                self._saved.cover()
             for param in self._reads:
-                forward.touched(param)
+                forward.touched(param, self._places[id(param)])
         else:
             with interrupts.deferred:
                 forward.enter(module, self._groups, self._reads, self.cover)
@@ -138,6 +139,9 @@ class Saving(Hook):
         self.engine.turn.end()
 
 
+_entry = dict.__getitem__
+
+
 class Watched(dict[str, Any]):
     """A module's ``_parameters``: tells the engine when a running call looks a parameter up, so that one read outside its
     owner's forward (a tied head, a functional use) is fetched like any other."""
@@ -148,11 +152,11 @@ class Watched(dict[str, Any]):
         self._places = engine.places
 
     def __getitem__(self, name: str) -> Any:
-        param = dict.__getitem__(self, name)
-        if param is not None and id(param) in self._places:
+        param = _entry(self, name)
+        if param is not None and (places := self._places.get(id(param))) is not None:
             forward = self._forward
             if forward.frames or forward.running:
-                forward.touched(param)
+                forward.touched(param, places)
         return param
 
     def __setitem__(self, name: str, param: Any) -> None:

@@ -158,7 +158,7 @@ class Outside:
         """A pass reads a parameter in a way that no hook has announced."""
         if self.is_tiled(param):
             raise self._tiling.refusal(param, "its values")
-        self._engine.forward.touched(param)
+        self._engine.forward.touched(param, self._engine.places[id(param)])
         for place in self._engine.places[id(param)]:
             self._engine.groups[place.group].faces.open()
 

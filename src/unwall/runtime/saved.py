@@ -31,6 +31,9 @@ from unwall.shards.flat import SavedViews
 from unwall.shards.group import Group
 from unwall.shards.local import distributed_like, local
 
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
+_is_wrapped = transforms.is_wrapped
+
 
 class Layer(Protocol):
     """One thing that happens to what autograd saves. What a layer before has packed may be no tensor any more."""
@@ -87,12 +90,16 @@ class SavedTensors:
         passes that are measured; set between two passes."""
         self.watching = False
         """A pair of ours is in place."""
+        self._pushed: Any = None
+        """Its ``pack``: what is usually on top."""
         self.stand_ins = StandIns()
         self._versions = Versions(self._name_of)
         self._groups = groups
         self._flats: dict[int, int] = {}
         """From storages that come and go to groups."""
         self._streams = False
+        self.homes = 0
+        """Counts changes of that: what was found out before one may not hold any more."""
         self.follow(groups)
 
     def follow(self, groups: Sequence[Group]) -> None:
@@ -101,6 +108,7 @@ class SavedTensors:
             if group.evictable:
                 group.buffer.make_known(self._flats, group.index)
         self._streams = bool(self._flats)
+        self.homes += 1
 
     def follow_anew(self) -> None:
         """Groups have other homes: some come and go that did not before, or the other way round."""
@@ -119,9 +127,10 @@ class SavedTensors:
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """The group that comes and goes of which this is a view."""
-        if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
+        if tensor.layout is not _STRIDED or _is_wrapped(tensor):
             return None  # sparse tensors and their like have no storage of their own
-        return self._flats.get(local(tensor).untyped_storage()._cdata)
+        part = tensor if type(tensor) is _TENSOR else local(tensor)
+        return self._flats.get(part.untyped_storage()._cdata)
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
@@ -132,21 +141,24 @@ class SavedTensors:
         if owner is not None and owner.saved is self:
             return None
         pair = self._over(top)
-        default_hooks.push(pair.pack, pair.unpack)
+        self._pushed = pair.pack
+        default_hooks.push(self._pushed, pair.unpack)
         self.watching = True
         return pair
 
     def cover(self) -> None:
         """While watching: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
         top = default_hooks.top()
-        if top is not None and _owner(top) is None:  # another sharded model's has ours among its layers
+        if top is None or top[0] is self._pushed:
+            return
+        if _owner(top) is None:  # another sharded model's has ours among its layers
             pair = self._over(top)
             default_hooks.pop()
             default_hooks.push(pair.pack, pair.unpack)
 
     def unwatch(self, pair: "Pair") -> None:
         """Ends what ``watch`` began. Pairs that someone pushed since and has not popped yet stay."""
-        self.watching = False
+        self.watching, self._pushed = False, None
         above: list[Any] = []
         while (top := default_hooks.top()) is not None and _owner(top) is not pair:
             above.append(top)
@@ -185,7 +197,7 @@ class SavedTensors:
 class Pair:
     """A pair of default hooks: the guard of flat buffers around some layers. See [Note: layers]."""
 
-    __slots__ = ("_checkpoint", "_layers", "_taker", "call", "saved")
+    __slots__ = ("_checkpoint", "_homes", "_layers", "_ours", "_taker", "call", "saved")
 
     def __init__(self, saved: SavedTensors, layers: tuple[Layer, ...]) -> None:
         self.saved = saved
@@ -195,6 +207,10 @@ class Pair:
         self._checkpoint = isinstance(layers[0], Hooks) and layers[0].pack.__module__ == checkpoint.__name__
         """The first layer is a checkpoint's. See [Note: stand-ins]."""
         self._taker = layers[0].pack if self._checkpoint else None
+        self._ours = not isinstance(layers[0], Hooks)
+        """All layers are ours. They give back the tensor that they got, or a copy of an activation: what was known of it then
+        still holds."""
+        self._homes = saved.homes
 
     def is_over(self) -> bool:
         """Whether its call has ended. Nothing pops it after an interrupt: it goes when this thread next calls a model."""
@@ -207,16 +223,22 @@ class Pair:
         if self.saved.seen is not None:
             self.saved.seen(tensor, self._taker)
         index = self.saved.group_of(tensor)
+        value: Any = tensor
+        if self._ours:
+            for layer in self._layers:
+                value = layer.pack(value)
+            return index, value, None if index is None else self.saved.views_of(index)
         if index is None or self._checkpoint:
-            value: Any = tensor if index is None else self.saved.stand_ins.of(index, tensor)
+            value = tensor if index is None else self.saved.stand_ins.of(index, tensor)
             for layer in self._layers:
                 value = layer.pack(value)
             return None, value, None
         first, *others = self._layers
-        value = self._handed(first, index, tensor) if isinstance(first, Hooks) else first.pack(tensor)
+        assert isinstance(first, Hooks)
+        value = self._handed(first, index, tensor)
         for layer in others:
             value = layer.pack(value)
-        return index, value, None if isinstance(first, Hooks) else self.saved.views_of(index)
+        return index, value, None
 
     def _handed(self, hooks: Hooks, index: int, tensor: torch.Tensor) -> Any:
         """See [Note: handed to hooks] in handed.py."""
@@ -230,6 +252,8 @@ class Pair:
             self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):
             value = layer.unpack(value)
+        if self._ours and self._homes == self.saved.homes:
+            return value
         return self.saved.shown(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -78,8 +78,10 @@ class SavedOnHost:
     # -- the layer ----------------------------------------------------------------------------------------------------
 
     def pack(self, value: Any, /) -> Any:
+        if not self.active:
+            return value
         recomputed = torch._C._current_graph_task_id() != -1  # backward uses it at once
-        if not self.active or recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
+        if recomputed or not isinstance(value, torch.Tensor) or not self._moves(value):
             return value
         with self._lock:
             moved = self._find(value) or self._send(value)

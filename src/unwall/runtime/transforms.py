@@ -4,6 +4,7 @@ Inside one, every tensor that an operation gives is wrapped and has no memory to
 not part of the function that is transformed, so it is done outside.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,6 +26,5 @@ def outside() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one that a transform works with, which has no storage of its own."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor is one that a transform works with, which has no storage of its own."""

@@ -188,8 +188,13 @@ class Executor(Generic[AnyGroup, AnyGradient]):
 
     def fits(self, nbytes: int) -> bool:
         """Whether a rank alone has ``nbytes`` to spare as it is, so that ``make_room`` has nothing to do."""
-        free = self._free_bytes()
-        return self._ranks == 1 and (free is None or nbytes <= free)
+        if self._ranks != 1:
+            return False
+        budget, limit = self._ledger.budget_bytes, self._limit
+        if budget is None and limit is None:
+            return True
+        needed = self._ledger.live_bytes + nbytes
+        return (budget is None or needed <= budget) and (limit is None or needed <= limit.nbytes)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""

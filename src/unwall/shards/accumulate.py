@@ -27,8 +27,8 @@ class Accumulator:
         self._flat: MemoryBlock | None = None
         self._typed: torch.Tensor | None = None
         """The flat buffer in the dtype of the gradients."""
-        self._strides: dict[int, tuple[int, ...]] = {}
-        """By slot, of the parameter; none where it lies in several slots."""
+        self._strides: dict[int, tuple[torch.Size | None, tuple[int, ...], int]] = {}
+        """By slot: the shape of the parameter (None where it lies in several slots), its strides, and where it begins."""
         self._local: MemoryBlock | None = None
         self._local_slots: set[int] = set()
         """Parameters that have a part in the local sum."""
@@ -61,13 +61,16 @@ class Accumulator:
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) the slot's part of one parameter's gradient into the flat buffer."""
-        place, flat = self._group.layout.slots[slot], self._filled()
-        strides = self._strides.get(slot)
-        if strides is None:
-            strides = self._strides[slot] = _strides(place.shape) if place.whole else ()
-        if len(strides) == len(place.shape) and grad.shape == place.shape:
-            target = flat.as_strided(grad.shape, strides, flat.storage_offset() + place.offset)
+        flat = self._filled() if self._typed is None else self._typed
+        known = self._strides.get(slot)
+        if known is None:
+            place = self._group.layout.slots[slot]
+            known = self._strides[slot] = place.shape if place.whole else None, _strides(place.shape), place.offset
+        shape, strides, offset = known
+        if grad.shape == shape:
+            target = flat.as_strided(shape, strides, flat.storage_offset() + offset)
         else:
+            place = self._group.layout.slots[slot]
             grad = grad if place.whole else place.range_of(grad.reshape(-1))
             target = flat[place.offset : place.end].view(grad.shape)
         if slot in self.arrived:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from unwall.shards.layout import Layout
-from unwall.shards.local import local, show
+from unwall.shards.local import is_distributed, local, show
 
 
 class Faces:
@@ -61,6 +61,28 @@ class Faces:
         """No pass is shown this parameter."""
         if self.away is not None and type(self._params[slot]) in (self._plain, self.near):
             self._params[slot].__class__ = self.away
+
+    def hide_all(self) -> None:
+        """No pass is shown any of them."""
+        away, plain, near = self.away, self._plain, self.near
+        for param in self._params if away is not None else ():
+            kind = type(param)
+            if kind is plain or kind is near:
+                param.__class__ = away  # type: ignore[assignment]
+
+    def show_all(self, tensors: Sequence[torch.Tensor], whole: Sequence[bool] | None = None) -> None:
+        """All parameters are plain and show their tensor, or those that are ``whole``."""
+        away, plain, near = self.away, self._plain, self.near
+        for slot, param in enumerate(self._params):
+            if whole is not None and not whole[slot]:
+                continue
+            kind = type(param)
+            if kind is near or kind is away:
+                param.__class__ = plain
+            if is_distributed(param):
+                show(param, tensors[slot])
+            else:
+                param.data = tensors[slot]
 
     def opened(self) -> None:
         """All parameters show the flat buffer: what is written from now on counts."""
@@ -106,8 +128,7 @@ class Faces:
                 self.written(changed)
         finally:
             self.before.clear()
-            for slot in range(len(self._params)):
-                self.hide(slot)
+            self.hide_all()
 
     def _changed(self, flat: torch.Tensor) -> list[int]:
         if len(self._versions) != len(self._params):

@@ -141,7 +141,8 @@ class Gradient:
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
-        self._fill()
+        if self.phase is not Phase.IDLE or not self._own.filling:
+            self._fill()
         self._own.take(slot, grad)
 
     def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:

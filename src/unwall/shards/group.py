@@ -292,8 +292,7 @@ class Group:
 
     def attach(self) -> None:
         """Parameters become views of the flat buffer, which holds their values."""
-        for slot in range(len(self.params)):
-            self._attach_one(slot)
+        self.faces.show_all(self.buffer.views, self._whole)
         self.residence = Residence.RESIDENT
         self.faces.opened()
 
@@ -350,8 +349,8 @@ class Group:
 
     def detach(self) -> None:
         """Parameters become placeholders. See [Note: placeholders]."""
-        for slot in range(len(self.params)):
-            self.detach_one(slot)
+        self.faces.show_all(self._placeholders)
+        self.faces.hide_all()
         self.residence = Residence.ABSENT
         self.faces.is_open = False
 

@@ -220,10 +220,10 @@ def place(
     ladders = [trained if size.trainable else frozen for size in sizes]
     homes = [ladder[-1] for ladder in ladders]
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(trial, device_budget_bytes))
+    homes = _near_replicas(sizes, homes, device_budget_bytes)  # first: what lies on the device takes nothing of the host
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
-    homes = _keep_masters(sizes, ladders, homes, host_budget_bytes)
-    return _near_replicas(sizes, homes, device_budget_bytes)
+    return _keep_masters(sizes, ladders, homes, host_budget_bytes)
 
 
 def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int | None) -> list[Home]:
@@ -264,7 +264,7 @@ def _climb_together(
     All at once comes first, because the disk's buffers go when its last group does: looking at one group at a time, a host
     that can hold everything would seem too small."""
     below = {key: _at_most(ladder, goal) for key, ladder in {id(ladder): ladder for ladder in ladders}.items()}
-    limits = [ladder if home == DEVICE else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
+    limits = [ladder if home.tier == "device" else below[id(ladder)] for ladder, home in zip(ladders, homes, strict=True)]
     everyone = [home if home.tier == "device" else limit[0] for limit, home in zip(limits, homes, strict=True)]
     if _fits_host(Tally(sizes, everyone), budget_bytes):
         return everyone

@@ -82,9 +82,10 @@ class Reducer:
     @property
     def nbytes(self) -> int:
         """Device memory that a reduction takes beside the flat buffer."""
+        if self.ranks.size == 1:
+            return 0
         layout = self.group.layout
-        numel = layout.shard_numel + (layout.padded_numel if self.everywhere else 0)
-        return 0 if self.ranks.size == 1 else numel * self.dtype.itemsize
+        return (layout.shard_numel + (layout.padded_numel if self.everywhere else 0)) * self.dtype.itemsize
 
     def collectives(self, memory: Memory) -> list[Callable[[], Collective]]:
         """What a reduction consists of, in its order, to be called with values that mean nothing (shards/feign.py)."""

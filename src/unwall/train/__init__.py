@@ -10,7 +10,7 @@ Everything a run writes is in ``OUT``. ``unwall report OUT`` reads these files; 
   ``ranks``, ``passes`` (per step), ``model`` (``name``, ``params``, ``trainable``), ``data`` (``path``, ``bytes``, ``rows``
   per file), ``versions``.
 - ``log.jsonl``: one JSON object per line, in the order of the steps; a resumed run goes on in the same file, and no step is in
-  it twice. ``kind`` is ``step`` or ``eval``.
+  it twice. ``kind`` is ``step``, ``eval`` or ``start``.
   ``step``: ``step``, ``loss`` (mean over the answer tokens of the whole step), ``lr``, ``grad_norm`` (null where nothing is
   clipped), ``tokens`` (of all ranks, padding not counted), ``answer_tokens``, ``seconds``, ``tokens_per_second``,
   ``bound_fraction`` (the planner's bound over ``seconds``, or null), ``live_bytes`` and ``peak_bytes`` (per tier: ``device``,
@@ -19,6 +19,8 @@ Everything a run writes is in ``OUT``. ``unwall report OUT`` reads these files; 
   Where it applies: ``skipped`` (true: the step changed nothing, because loss or gradients were not finite), ``profiled`` (true:
   the step was recorded, so its time is not typical). A loss that is not finite is null.
   ``eval``: ``step``, ``loss``, ``perplexity``, ``tokens``, ``seconds``.
+  ``start``, in front of the first step of each start: ``step`` (the one it goes on behind), ``seconds`` (from the command to
+  the end of that first step), ``parts`` (the same by what it went to, of rank 0: see ``PARTS`` in start.py).
 - ``profile.json``: the time line of one step of rank 0, as ``Profile.save_trace`` writes it (a Chrome trace: ``cat`` is the
   lane).
 - ``checkpoints/``: what ``unwall.save`` wrote; with LoRA one file per checkpoint, of the adapters alone.

@@ -33,12 +33,14 @@ from unwall.train.planning import Decision, decide, sequences_per_rank
 from unwall.train.result import write_result
 from unwall.train.saving import AdapterSaver, FullSaver, has_checkpoint
 from unwall.train.signals import StopRequests
+from unwall.train.start import Start
 from unwall.train.tokens import Encoder, load_tokenizer
 from unwall.train.world import ToldElsewhereError, join_world, leave_world, one_voice, size_of_world, together
 
 
-def train(options: Options, progress: Told | None = None) -> None:
-    """One rank's part of ``unwall train``."""
+def train(options: Options, progress: Told | None = None, imported_s: float = 0.0) -> None:
+    """One rank's part of ``unwall train``. ``imported_s``: what the process had taken until then."""
+    start = Start(imported_s)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a thread of ours reads the data
     _quiet()
     rank, _, _ = size_of_world()
@@ -48,7 +50,8 @@ def train(options: Options, progress: Told | None = None) -> None:
         return
     folder = RunFolder(options.out)
     try:
-        asked = _train(options, folder, progress)
+        start.lap("imports")
+        asked = _train(options, folder, progress, start)
     except BaseException:
         with contextlib.suppress(OSError):
             folder.fail()
@@ -59,7 +62,7 @@ def train(options: Options, progress: Told | None = None) -> None:
         print(f"{options.out} holds {'adapters, for peft' if options.lora else 'the model, for transformers'}", flush=True)
 
 
-def _train(options: Options, folder: RunFolder, progress: Told | None) -> str | None:
+def _train(options: Options, folder: RunFolder, progress: Told | None, start: Start) -> str | None:
     """Gives the signal that ended it before its last step."""
     rank, ranks, _ = size_of_world()
     decision = None
@@ -74,11 +77,12 @@ def _train(options: Options, folder: RunFolder, progress: Told | None) -> str | 
             decision = _first_line(options, config, progress)
             for said in changed:
                 print(f"goes on with {said}", flush=True)
+            start.lap("planning")
             for path in (*files, *others):
                 make_index(path, folder.index)
     world = join_world()
     plan = world.broadcast_object(None if decision is None else (decision.plan, decision.passes, decision.bound_s))
-    asked = _Run(options, world, folder, config, tokenizer, *plan).run(files, others, decision)
+    asked = _Run(options, world, folder, config, tokenizer, start, *plan).run(files, others, decision)
     if rank == 0:
         folder.write(status="finished" if asked is None else "interrupted")
     leave_world(world)
@@ -105,12 +109,13 @@ class _Run:
         folder: RunFolder,
         config: Any,
         tokenizer: Any,
+        start: Start,
         plan: Any,
         passes: int,
         bound_s: float | None,
     ) -> None:
         self.options, self.ranks, self.folder, self.config, self.tokenizer = options, ranks, folder, config, tokenizer
-        self.plan, self.passes, self.bound_s = plan, passes, bound_s
+        self.start, self.plan, self.passes, self.bound_s = start, plan, passes, bound_s
         self.encoder = Encoder(tokenizer)
 
     def run(self, files: list[Path], others: list[Path], decision: Decision | None) -> str | None:
@@ -121,9 +126,12 @@ class _Run:
         order = data.order(self.options.seed)
         steps, limit = self._steps(data, order)
         resumes = any(self.ranks.every(has_checkpoint(self.folder.checkpoints)))
-        trained = together(self.ranks, lambda: make_model(self.options, self.config, self.plan, resumes=resumes))
+        self.start.lap("data")
+        trained = together(self.ranks, lambda: make_model(self.options, self.config, self.plan, self.start, resumes=resumes))
         saver = self._saver(trained)
         done = Progress.from_dict(saver.load()) if resumes else Progress()
+        if resumes:
+            self.start.lap("checkpoint")
         if decision is not None:
             self._write_run(decision, trained, data, steps)
         line = LiveLine(steps, silent=self.ranks.rank != 0)
@@ -188,7 +196,7 @@ class _Run:
             with StopRequests() as stop:
                 loop = Loop(
                     options, ranks, trained, data, order, batches, self.passes, steps, done, saver, line, log, evaluation,
-                    self.bound_s, trace, stop,
+                    self.bound_s, trace, stop, self.start,
                 )  # fmt: skip
                 asked = loop.run()
                 if asked is None:
@@ -222,10 +230,10 @@ def _quiet() -> None:
         warnings.filterwarnings("ignore", module="transformers|peft|torch.utils.checkpoint")
 
 
-def run(options: Options, progress: Told | None = None) -> int:
+def run(options: Options, progress: Told | None = None, imported_s: float = 0.0) -> int:
     """The command's exit status: 0, or 2 where another rank says what is wrong. What a user can mend is raised."""
     try:
-        train(options, progress)
+        train(options, progress, imported_s)
     except ToldElsewhereError:
         return 2
     except KeyboardInterrupt:

@@ -24,7 +24,7 @@ class Log:
         shown = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in line.items()}
         self._file.write(json.dumps(shown) + "\n")
         self._file.flush()
-        if self._writer is not None:
+        if self._writer is not None and line["kind"] != "start":
             for name in ("loss", "lr", "grad_norm", "tokens_per_second", "bound_fraction", "perplexity"):
                 if line.get(name) is not None:
                     self._writer.add_scalar(f"{'train' if line['kind'] == 'step' else 'eval'}/{name}", line[name], line["step"])

@@ -26,6 +26,7 @@ from unwall.train.packing import to_tensors
 from unwall.train.rate import rate_at
 from unwall.train.saving import AdapterSaver, FullSaver
 from unwall.train.signals import StopRequests
+from unwall.train.start import Start
 from unwall.train.world import ToldElsewhereError
 
 PROFILED_STEP = 3
@@ -75,6 +76,8 @@ class Loop:
     trace: Path | None
     """Where the time line of one step goes; None on the other ranks."""
     stop: StopRequests
+    start: Start | None = None
+    """Says where the time until the first step went."""
 
     def run(self) -> str | None:
         """Until the last step, or until someone asks to stop: then the signal's name."""
@@ -90,6 +93,8 @@ class Loop:
             meters.start()
             line = self._step(step, batch, counts, recording)
             reading = meters.read()
+            if step == first + 1:
+                self._tell_start(first)
             self._advance(step, batch)
             self._tell(line, reading, profiled, counts)
             if self.evaluation is not None and self.options.eval_every and step % self.options.eval_every == 0:
@@ -209,6 +214,16 @@ class Loop:
         if self.log is not None:
             self.log.add(line)
         self.line.show(line)
+
+    def _tell_start(self, step: int) -> None:
+        """The first step is done."""
+        if self.start is None:
+            return
+        self.start.lap("first step")
+        if self.log is not None:
+            self.log.add(self.start.line(step))
+        if self.options.verbose:
+            self.line.say(str(self.start))
 
     def _evaluate(self) -> None:
         assert self.evaluation is not None

@@ -14,6 +14,8 @@ from torch import nn
 from unwall.api import engine, init, shard
 from unwall.checkpoint.load_weights import load_weights
 from unwall.checkpoint.pretrained import build_empty, initialize_missing
+from unwall.checkpoint.weights_in import match_weights
+from unwall.json_files import read_json
 from unwall.nn.switch import use_linear_cross_entropy
 from unwall.optim.adamw import AdamW
 from unwall.plans import Plan
@@ -22,10 +24,14 @@ from unwall.tiers.device import default_device
 from unwall.train.errors import TrainError, missing
 from unwall.train.lora import add_adapters
 from unwall.train.options import Options
+from unwall.train.start import Start
 from unwall.train.world import size_of_world
 
 _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Fields of configs whose models change their logits behind the head."""
+
+FAR = 64
+"""Sequences so many times as long as what a model has positions for are a mistake."""
 
 
 @dataclass
@@ -57,6 +63,9 @@ def read_config(options: Options) -> Any:
         import transformers
     except ImportError:
         raise missing("transformers", "unwall train") from None
+    path = Path(options.model) if options.from_config else Path(options.model, "config.json")
+    if not isinstance(read_json(path, TrainError), dict):
+        raise TrainError(f"--model {options.model}: its config is no JSON object; give one that save_pretrained wrote")
     try:
         config = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True)
     except Exception as error:  # whatever transformers makes of a broken config
@@ -83,6 +92,8 @@ def check_length(options: Options, config: Any, rank: int) -> None:
     said = f"--seq {options.seq}: longer than the {known} positions of {options.model}"
     if not (getattr(config, "rope_parameters", None) or getattr(config, "rope_theta", None) or getattr(config, "alibi", False)):
         raise TrainError(f"{said}, which are learned; use --seq {known} or less")
+    if options.seq > FAR * known:
+        raise TrainError(f"{said}, and far beyond them; use --seq {known}, or set max_position_embeddings in its config")
     if rank == 0:
         print(f"unwall: {said}: it was not made for the rest", file=sys.stderr, flush=True)
 
@@ -96,7 +107,7 @@ def empty_model(options: Options, config: Any) -> nn.Module:
     return add_adapters(model, options) if options.lora else model
 
 
-def make_model(options: Options, config: Any, plan: Plan, *, resumes: bool) -> Trained:
+def make_model(options: Options, config: Any, plan: Plan, start: Start, *, resumes: bool) -> Trained:
     """All ranks together. ``resumes``: a checkpoint follows, which holds everything; values are not read twice."""
     import transformers
 
@@ -106,20 +117,41 @@ def make_model(options: Options, config: Any, plan: Plan, *, resumes: bool) -> T
         with init(plan, default_device()):  # a minute for billions of parameters where no accelerator draws them
             base: Any = kind.from_config(config)
         _prepare(base, options, plan)
+        start.lap("building")
         shard(base, plan)
+        start.lap("shard")
     else:
+        reads = options.lora or not resumes
         base = build_empty(options.model, kind, None, {})
-        keys = None if resumes and not options.lora else load_weights(base, options.model, strict=False)
+        if reads:  # files that do not match are refused before anything takes memory
+            _check_weights(base, options)
         _prepare(base, options, plan)
+        start.lap("building")
         shard(base, plan)
-        if keys is not None:
+        start.lap("shard")
+        if reads:
+            keys = load_weights(base, options.model, strict=False)
             initialize_missing(base, options.model, keys.missing_keys, keys.unexpected_keys)
+            start.lap("weights")
     owner = engine(base)
     model = add_adapters(base, options) if options.lora else base
     model.train()
     optimizer = _optimizer(model, options)
+    start.lap("optimizer")
     takes = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(base.forward).parameters.values())
     return Trained(model, base, owner, optimizer, takes)
+
+
+def _check_weights(base: nn.Module, options: Options) -> None:
+    """TrainError for files of another model."""
+    try:
+        match_weights(base, options.model, strict=False).files.close()
+    except RuntimeError as error:  # as ``load_state_dict`` says it: a line for each parameter
+        _, *lines = [line.strip() for line in str(error).splitlines()] or [""]
+        if not lines:
+            raise
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise TrainError(f"--model {options.model}: its weights do not match its config: {lines[0]}{more}") from None
 
 
 def _prepare(base: Any, options: Options, plan: Plan) -> None:

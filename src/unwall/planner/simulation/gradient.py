@@ -29,6 +29,11 @@ class SimulatedGradient:
         self._widened = False
         """The sum is in fp32, in memory of its own."""
         self._reducing = False
+        self._unpacks = 0
+        """Elements of what is under way that are still to be unpacked. Where it leaves the device they count as unpacked when
+        it is sent: nobody waits here for them to arrive."""
+        self._arrival: Task | None = None
+        """What brings them."""
         self._piece = False
         """What is under way belongs to a pass of which another piece was reduced before."""
 
@@ -97,8 +102,11 @@ class SimulatedGradient:
         else:
             after = []
         if size.exchange_bytes:
-            seconds += rank.pace.packing_s(numel, numel, noise=True)
-        return rank.travel(Traffic(moved.everyone, 0.0, moved.across), rank.compute(seconds, after), name)
+            self._unpacks = 0 if self.leaves else numel
+            seconds += rank.pace.packing_s(numel, numel - self._unpacks, noise=True)
+        found = rank.travel(Traffic(moved.everyone, 0.0, moved.across), rank.compute(seconds, after), name)
+        self._arrival = found if self._unpacks else None
+        return found
 
     def _land(self, after: Task) -> Task:
         """The sum goes to the tier where the update reads it, and is added there to what landed before."""
@@ -123,6 +131,9 @@ class SimulatedGradient:
             return
         self._reducing = False
         size, ledger = self.group.size, self._rank.ledger
+        if self._unpacks:
+            self._rank.compute(self._rank.pace.packing_s(0, self._unpacks), [self._arrival])
+            self._unpacks, self._arrival = 0, None
         incoming = size.grad_flat_bytes if self._rank.alone else size.grad_part_bytes
         if not self._rank.alone and not self._keeps_flat:
             ledger.release(size.grad_flat_bytes)

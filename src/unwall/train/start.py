@@ -1,0 +1,46 @@
+"""Where the time from the command to its first step goes."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+PARTS = ("imports", "planning", "data", "building", "shard", "weights", "optimizer", "checkpoint", "first step")
+"""In the order in which they happen. ``planning``: config, tokenizer and plan, and measuring the machine where nobody has yet.
+``data``: the other ranks are met, files are opened, samples are counted. ``building``: the model without values, and a look at
+its files. ``shard``: the tiers get their memory. ``checkpoint``: of a run that goes on. ``first step``: its batch, too."""
+
+
+def process_age_s() -> float:
+    """Seconds since this process began: what was imported before anyone could look at a clock. 0 where nobody says."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+    return max(0.0, age)
+
+
+class Start:
+    """A stopwatch of one start. ``before_s``: what had passed when it was made."""
+
+    def __init__(self, before_s: float = 0.0) -> None:
+        self.seconds = {"imports": before_s}
+        self._at = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """What has passed since the last lap went to this part."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._at
+        self._at = now
+
+    def line(self, step: int) -> dict[str, Any]:
+        """For the log: ``step`` is the one that the run goes on behind."""
+        parts = {part: round(seconds, 3) for part, seconds in self.seconds.items()}
+        return {"kind": "start", "step": step, "seconds": round(sum(self.seconds.values()), 3), "parts": parts}
+
+    def __str__(self) -> str:
+        """``first step after 12.3 s: imports 4.1, planning 0.6, ...``: what took a twentieth of a second or more."""
+        total = sum(self.seconds.values())
+        long = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items() if seconds >= 0.05)
+        return f"first step after {total:.1f} s: {long}"
