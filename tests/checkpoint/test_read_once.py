@@ -1,7 +1,10 @@
 """A load reads each byte once where the new values can wait beside the old ones, which stay as they are if anything is wrong."""
 
+import itertools
 import os
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +193,41 @@ def test_memory_that_comes_slowly_is_not_taken(saved, monkeypatch, tmp_path):
     unwall.load(path, model, optimizer)
     largest = max(store.nbytes for group in unwall.api.engine(model).groups for store in group.states.values())
     assert ledger.peak_bytes - before <= largest
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def test_busy_processors_do_not_make_memory_slow(saved, bytes_read, monkeypatch, tmp_path):
+    """Only the time that was worked counts: each look at the clock is an hour after the one before."""
+    path, expected = saved
+    hours = itertools.count()
+    monkeypatch.setattr(waiting, "SLOW_MEMORY", 1.0)
+    monkeypatch.setattr(waiting, "TIMED_BYTES", 1)
+    slow = SimpleNamespace(perf_counter=lambda: 1e9 * next(hours), process_time=time.process_time)
+    monkeypatch.setattr(waiting, "time", slow)
+    model, optimizer = train(TIERS["host"], tmp_path, steps=0)
+    unwall.load(path, model, optimizer)
+    assert bytes_read["bytes"] <= (path / "rank-00000.safetensors").stat().st_size + 20_000
+    assert differing(expected, everything(model, optimizer)) == []
+
+
+def test_buffers_and_what_is_kept_of_the_verified_are_bounded_together(saved, monkeypatch, tmp_path):
+    """Some states are read once through buffers, the others verified before."""
+    path, expected = saved
+    made = []
+    init = block_reading.BlockReading.__init__
+
+    def seen(reading, files, goals):
+        init(reading, files, goals)
+        made.append((files.kept_blocks, reading._buffers))
+
+    spares, turns = waiting.Room.spares, itertools.count()
+    monkeypatch.setattr(waiting.Room, "spares", lambda room, homes: spares(room, homes) if next(turns) % 2 else None)
+    monkeypatch.setattr(block_reading.BlockReading, "__init__", seen)
+    model, optimizer = train(TIERS["disk"], tmp_path, steps=2)
+    unwall.load(path, model, optimizer)
+    ((kept, buffers),) = made
+    assert kept > 0
+    assert kept + buffers == block_reading.BUFFERS
     assert differing(expected, everything(model, optimizer)) == []
 
 

@@ -55,6 +55,8 @@ def said(place, *more, **options):
         ({"device_bytes": "lots"}, "--device-bytes: cannot read 'lots'"),
         ({"eval_every": 3}, "add --eval-data"),
         ({"seq": 10**9}, "far beyond them; use --seq 128"),
+        ({"data": ""}, "--data is empty: give a path"),
+        ({"seed": 2**70}, "--seed is a number of at most 63 bits"),
         ({"nproc": 0}, "--nproc is 1 or more, got 0"),
     ],
 )

@@ -29,6 +29,8 @@ from unwall.tiers.sizes import align_up
 BLOCKS_AHEAD = 6
 """Blocks that are asked for, or read and not yet taken."""
 BUFFERS = 24
+"""Less those that the files keep of what was verified: both have a block's size."""
+FEWEST_BUFFERS = 8
 FOR_THE_NEXT = 4
 """Buffers that only chunks get whose turn has come."""
 
@@ -84,6 +86,7 @@ class BlockReading:
         """What is still wanted of each block."""
         self._spare: list[torch.Tensor] = []
         self._open = 0
+        self._buffers = max(BUFFERS - files.kept_blocks, min(BUFFERS, FEWEST_BUFFERS))
         self._under_way: deque[tuple[list[_Part], Future[None]]] = deque()
         goals = list(goals)
         for goal in goals:
@@ -121,7 +124,7 @@ class BlockReading:
         if chunk.direct:
             chunk.fill_gaps()
         elif chunk.buffer is None:
-            while self._open >= BUFFERS:
+            while self._open >= self._buffers:
                 self._take()
             self._give_buffer(chunk)
         if not chunk.missing and not chunk.direct:
@@ -150,7 +153,7 @@ class BlockReading:
         """Whether bytes can go there: it may get a buffer for them now."""
         if chunk.direct or chunk.buffer is not None:
             return True
-        if self._open >= BUFFERS - FOR_THE_NEXT:
+        if self._open >= self._buffers - FOR_THE_NEXT:
             return False
         self._give_buffer(chunk)
         return True

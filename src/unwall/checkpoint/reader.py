@@ -114,6 +114,11 @@ class CheckpointFiles:
                 self._files.popitem()[1].close()
             self._kept, self._spare = {}, []
 
+    @property
+    def kept_blocks(self) -> int:
+        """How many buffers ``keeps`` has taken."""
+        return len(self._kept)
+
     def read(self, tensor: Tensor, part: Part, into: torch.Tensor) -> None:
         """Elements of a tensor, in the order of ``part``, into flat host memory of the same dtype."""
         for run in places(Wanted(tensor, part, into)):

@@ -77,6 +77,10 @@ class Options:
         self._check_choices()
         if not self.data:
             raise TrainError("no data: --data FILE (.txt, .jsonl, .parquet, or a datasets directory)")
+        for name in ("model", "out", "data", "eval_data", "tokenizer", "disk"):
+            value = getattr(self, name)
+            if any(not str(each).strip() for each in (value if isinstance(value, tuple) else (value,)) if each is not None):
+                raise TrainError(f"--{name.replace('_', '-')} is empty: give a path (a shell variable that is not set?)")
         for name in ("device_bytes", "host_bytes"):
             value = getattr(self, name)
             if value is not None:
@@ -93,6 +97,8 @@ class Options:
             value = getattr(self, name)
             if value is not None and value < (2 if name == "seq" else 1):
                 raise TrainError(f"--{name.replace('_', '-')} is {2 if name == 'seq' else 1} or more, got {value}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise TrainError(f"--seed is a number of at most 63 bits, got {self.seed}")
         if self.save_every < 0:
             raise TrainError(f"--save-every is a number of steps, or 0 for no checkpoints, got {self.save_every}")
         for name in ("epochs", "lr"):
