@@ -155,7 +155,7 @@ def test_a_dry_run_is_printed():
         (["24x2048", "--dtype", "int4"], "dtype is one of bfloat16, float16, float32, got 'int4'"),
         (["24x2048", "--objective", "beauty"], "objective is speed or memory"),
         (["24x2048", "--plot", "picture.png"], "--plot writes an .svg file"),
-        (["24x2048", "--plot", "missing/folder/picture.svg"], "No such file or directory"),
+        (["24x2048", "--plot", "missing/folder/picture.svg"], "missing/folder/picture.svg: no such directory"),
         (["300x65536"], "does not fit on 8xH100"),
         (["4x100000000", "--vocab", "1000000000000"], "2e+20 parameters, more than"),
         (["1000000x64"], "1e+06 layers, more than"),
