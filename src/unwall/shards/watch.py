@@ -159,7 +159,7 @@ class Watch:
         return self._state(rank) not in ("gone", "stopped", "vanished") and self._sign(rank)[0] != asked
 
     def _describe(self, rank: int) -> str:
-        process, state, place = self._process(rank), self._state(rank), self._sign(rank)[1]
+        process, state = self._process(rank), self._state(rank)
         name = self.names[rank] if self.names else f"rank {rank}{f' of {self.dimension}' if self.dimension else ''}"
         if state == "gone":
             return f"{name} has ended (process {process.pid})"
@@ -167,6 +167,7 @@ class Watch:
             return f"{name} has vanished: its machine ({process.machine.partition('/')[0]}) does not answer any more"
         if state == "stopped":
             return f"rank {rank} is stopped (process {process.pid}; SIGCONT lets it go on)"
+        place = self._sign(rank)[1]  # asks the store: not for a rank that has vanished, see lost()
         if place:
             return f"rank {rank} runs (process {process.pid}): it is {place}"
         if state == "runs":
@@ -226,7 +227,8 @@ class Watch:
         fault = self._get(f"fault/{number}")
         if fault:
             self._heard = (number, fault)
-        self.end = self.end or self._get("end")
+        end = self._get("end")
+        self.end = self.end or end  # meanwhile another thread may have found one: it stays
         asked = self._get("ask")
         if asked != self._asked:
             self._asked = asked
