@@ -71,6 +71,29 @@ class Asked:
         self.values[key] = text
 
 
+class AskedForMany(Asked):
+    def check(self, keys):
+        self.asked.append(keys[0])
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys):
+        self.asked.append(keys[0])
+        return [self.get(key) for key in keys]
+
+
+def test_where_many_ranks_run_is_asked_at_once():
+    watch = Watch(store := AskedForMany(), 0, 100)
+    _watches.discard(watch)
+    store.values |= {f"who/{rank}": f"node{rank}/boot/namespace 5 7" for rank in range(1, 99)}
+    for last, expected in (("", 0), ("node99/boot/namespace 5 7", 99)):
+        store.values |= {"who/99": last} if last else {}
+        store.asked.clear()
+        watch.look()
+        assert len(store.asked) < 10
+        assert len(watch._processes) == expected
+    assert watch.dead() == []
+
+
 def watched(store):
     """Looked at here, not by the thread."""
     watch = Watch(store, 0, 2)
