@@ -7,10 +7,10 @@ import torch
 from ranks import RankPool
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     """The plain reference runs here and the ranks elsewhere: with one thread each, their kernels add in the same order. Before
-    each test, as trainers set it, too."""
+    each test, as trainers set it, too; and before the fixtures of its file, which train references as well."""
     torch.set_num_threads(1)
 
 

@@ -62,12 +62,13 @@ class Lines:
         return {line.machine for line in list(self._drawn.values())}
 
     def listen(self, local: str) -> int:
-        """The port at which this process listens at one of its addresses."""
+        """The port at which this process listens at one of its addresses. Beside a store that it reaches at its loopback (where
+        a machine's own name means that) other machines use another address, which it cannot know: it listens at all."""
         with self._lock:
             if self._listener is None:
                 family = socket.AF_INET6 if ":" in local else socket.AF_INET
                 self._listener = socket.socket(family, socket.SOCK_STREAM)
-                self._listener.bind((local, 0))
+                self._listener.bind(("" if is_loopback(local) else local, 0))
                 self._listener.listen(4096)
             return int(self._listener.getsockname()[1])
 
@@ -100,8 +101,11 @@ class Lines:
                 line.connection.close()
 
     def _lost(self, line: Line) -> None:
-        for concerned in list(self._concerned[line.machine]):
-            concerned.lost(line.machine, {line.address})
+        """Containers with one address between them count as machines: they vanish together, and so do their lines."""
+        there = {line.machine} | {other.machine for other in self._drawn.values() if other.address == line.address}
+        for machine in sorted(there):
+            for concerned in list(self._concerned[machine]):
+                concerned.lost(machine, {line.address})
         cut_off({line.address})
 
 

@@ -159,7 +159,7 @@ class Watch:
         return self._state(rank) not in ("gone", "stopped", "vanished") and self._sign(rank)[0] != asked
 
     def _describe(self, rank: int) -> str:
-        process, state, place = self._process(rank), self._state(rank), self._sign(rank)[1]
+        process, state = self._process(rank), self._state(rank)
         name = self.names[rank] if self.names else f"rank {rank}{f' of {self.dimension}' if self.dimension else ''}"
         if state == "gone":
             return f"{name} has ended (process {process.pid})"
@@ -167,6 +167,7 @@ class Watch:
             return f"{name} has vanished: its machine ({process.machine.partition('/')[0]}) does not answer any more"
         if state == "stopped":
             return f"rank {rank} is stopped (process {process.pid}; SIGCONT lets it go on)"
+        place = self._sign(rank)[1]  # asks the store: not for a rank that has vanished, see lost()
         if place:
             return f"rank {rank} runs (process {process.pid}): it is {place}"
         if state == "runs":
@@ -189,15 +190,30 @@ class Watch:
 
     def _process(self, rank: int) -> Process:
         if rank not in self._processes:
-            machine, _, rest = self._get(f"who/{rank}").partition(" ")
-            pid, _, began = rest.partition(" ")
-            if not pid:
-                return Process("unknown", 0, "")
+            self._know(rank, self._get(f"who/{rank}"))
+        return self._processes.get(rank, Process("unknown", 0, ""))
+
+    def _know(self, rank: int, who: str) -> None:
+        machine, _, rest = who.partition(" ")
+        pid, _, began = rest.partition(" ")
+        if pid:
             self._processes[rank] = Process(machine, int(pid), began)
-        return self._processes[rank]
+
+    def _all_are_there(self) -> bool:
+        """Asked at once: where there are a thousand ranks, a thousand ask the same store for a thousand others."""
+        missing = [rank for rank in self._others if rank not in self._processes]
+        keys, store = [f"who/{rank}" for rank in missing], self._store
+        with contextlib.suppress(Exception):  # a store that cannot: one by one
+            if not missing or store is None or not store.check(keys):
+                return not missing
+            for rank, who in zip(missing, store.multi_get(keys), strict=True):
+                self._know(rank, who.decode(errors="replace"))
+        return True
 
     def _draw_lines(self) -> None:
         """Lines to the other machines, as soon as it is known which there are. See [Note: lines] in shards/lines.py."""
+        if not self._all_are_there():
+            return
         first: dict[str, int] = {}
         for rank in self._others:
             first.setdefault(self._process(rank).machine, rank)
@@ -226,7 +242,8 @@ class Watch:
         fault = self._get(f"fault/{number}")
         if fault:
             self._heard = (number, fault)
-        self.end = self.end or self._get("end")
+        end = self._get("end")
+        self.end = self.end or end  # meanwhile another thread may have found one: it stays
         asked = self._get("ask")
         if asked != self._asked:
             self._asked = asked
