@@ -104,7 +104,9 @@ class Lines:
         """Containers with one address between them count as machines: they vanish together, and so do their lines."""
         there = {line.machine} | {other.machine for other in self._drawn.values() if other.address == line.address}
         for machine in sorted(there):
-            for concerned in list(self._concerned[machine]):
+            with self._lock:
+                told = list(self._concerned[machine])
+            for concerned in told:
                 concerned.lost(machine, {line.address})
         cut_off({line.address})
 

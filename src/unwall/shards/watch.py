@@ -308,6 +308,7 @@ def _machine() -> str:
 # -- the thread -------------------------------------------------------------------------------------------------------
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+_adding = threading.Lock()
 _leaving = threading.Event()
 _wake = threading.Event()
 """The thread looks at once."""
@@ -316,10 +317,16 @@ _thread: threading.Thread | None = None
 
 def _begin_looking(watch: Watch) -> None:
     global _thread
-    _watches.add(watch)
+    with _adding:
+        _watches.add(watch)
     if _thread is None or not _thread.is_alive():  # a forked child has none
         _thread = threading.Thread(target=_look, name="unwall-watch", daemon=True)
         _thread.start()
+
+
+def _all() -> list[Watch]:
+    with _adding:  # or the set changes while it is read
+        return list(_watches)
 
 
 def _look() -> None:
@@ -328,7 +335,7 @@ def _look() -> None:
         _wake.clear()
         if _leaving.is_set():
             return
-        for watch in list(_watches):
+        for watch in _all():
             _look_safely(watch)
         watch = None  # type: ignore[assignment]  # nothing here keeps it
 
@@ -355,5 +362,5 @@ def _stop_looking() -> None:
     _wake.set()
     if _thread is not None:
         _thread.join(timeout=2 * LOOK_S)
-    for watch in list(_watches):
+    for watch in _all():
         watch.let_go()
