@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import unwall
 from unwall.plans import Plan
+from unwall.runtime import outside
 
 TIERS = {"device": {}, "host": {"params": "host", "optimizer": "host"}, "disk": {"params": "disk", "optimizer": "disk"}}
 
@@ -146,3 +147,19 @@ def test_a_param_group_added_to_a_wrapped_optimizer():
     before = values(model)
     train(model, optimizer, 1)
     assert all(not torch.equal(one, other) for one, other in zip(before, values(model), strict=True))
+
+
+def test_data_from_a_file_is_not_read_again_at_every_edge(monkeypatch, tmp_path):
+    model = sharded("host", tmp_path)
+    arrays = {name: torch.full(param.shape, 0.1).numpy() for name, param in model.named_parameters()}
+    loaded = {name: torch.from_numpy(array) for name, array in arrays.items()}  # as what torch.load gives
+    for name, param in model.named_parameters():
+        param.data = loaded[name]
+    model(inputs(0))
+    summed = []
+    monkeypatch.setattr(outside, "_sums", lambda tensor: summed.append(tensor))
+    with torch.no_grad():
+        model(inputs(0))
+        assert not summed
+        loaded["0.bias"].add_(1.0)  # what torch counts still reaches the parameter
+        assert float(model[0].bias[0]) == pytest.approx(1.1)

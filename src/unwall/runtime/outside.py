@@ -11,7 +11,8 @@ What is kept until the parameters have changed (a step) has the values of before
 taken any more, and raises.
 
 ``p.data = tensor`` gives a parameter another value, and leaves the one before to whoever holds it (a backup of an average's).
-The tensor itself is lent then where it can be: what is written to it later reaches the parameter, as in torch.
+The tensor itself is lent then where it can be: what is written to it later reaches the parameter, as in torch. Not what is
+written past torch to memory of a file or of a numpy array: nothing counts that.
 
 With several ranks the values come by collectives. Who takes part follows from the order of reads alone, never from when some
 rank's garbage goes: all ranks must read the same parameters in the same order, and one that does not is a DivergedError.
@@ -64,6 +65,8 @@ class Lent:
         part of it: as in torch it keeps what it had."""
         following = Lent(self.param, tensor, self.version)
         following._own_uses = self._own_uses  # whatever else refers to it is the user's
+        if not local(tensor).untyped_storage().resizable():
+            following._sums = None  # a file's or an array's memory from the beginning: sums would read it all at every edge
         following._wrote = True
         return following
 
