@@ -163,3 +163,16 @@ def test_data_from_a_file_is_not_read_again_at_every_edge(monkeypatch, tmp_path)
         assert not summed
         loaded["0.bias"].add_(1.0)  # what torch counts still reaches the parameter
         assert float(model[0].bias[0]) == pytest.approx(1.1)
+
+
+def test_an_optimizer_may_be_loaded_before_what_state_dict_gave(tmp_path):
+    model = sharded("host", tmp_path)
+    optimizer = unwall.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    saved = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+    for value in saved["model"].values():
+        value.fill_(0.5)  # as torch.distributed.checkpoint.load does
+    unwall.stats(model)
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    assert all(bool((value == 0.5).all()) for value in values(model))
