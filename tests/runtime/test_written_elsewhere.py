@@ -176,3 +176,15 @@ def test_an_optimizer_may_be_loaded_before_what_state_dict_gave(tmp_path):
     optimizer.load_state_dict(saved["optimizer"])
     model.load_state_dict(saved["model"])
     assert all(bool((value == 0.5).all()) for value in values(model))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9)])
+def test_a_wrapped_optimizer_takes_what_a_plain_one_saved(kind, tmp_path):
+    plain, model = seeded(build), sharded("host", tmp_path)
+    before, optimizer = kind(plain.parameters(), lr=0.1), unwall.wrap(kind(model.parameters(), lr=0.1))
+    train(plain, before, 3)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(before.state_dict())
+    train(plain, before, 2)
+    train(model, optimizer, 2)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(values(model), values(plain), strict=True))
