@@ -1,5 +1,6 @@
 """What cannot work on a sharded model is refused where it is written, and says what to write."""
 
+import copy
 import gc
 from collections import defaultdict
 
@@ -108,3 +109,12 @@ def test_parameters_of_other_kinds():
     model.sparse = nn.Parameter(torch.eye(4).to_sparse())
     with pytest.raises(ValueError, match=r"parameter sparse is torch\.sparse_coo, expected a dense one"):
         unwall.shard(model, FP32)
+
+
+def test_numbers_of_an_optimizer_are_copied_like_any_dict():
+    model = unwall.shard(nn.Linear(4, 4), HOST)
+    optimizer = unwall.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for copied in (optimizer.state.copy(), copy.copy(optimizer.state), optimizer.state | {}):
+        assert [dict(entry) for entry in copied.values()] == [{"step": 1}] * 2

@@ -17,7 +17,7 @@ from unwall.optim.group_update import host_work, make_states, settle, spans_in_m
 from unwall.optim.measure import Held, measure
 from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
-from unwall.optim.param_states import NumbersOfAll, ParamStates, refuse_forgetting
+from unwall.optim.param_states import NumbersOfAll, ParamNumbers, ParamStates, refuse_forgetting
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
@@ -62,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._known_engines: tuple[object, list[weakref.ref[Engine]]] = (None, [])
         super().__init__(params, defaults)
-        self.state = NumbersOfAll()
+        self.state = NumbersOfAll(ParamNumbers)
         self.own = own_states(self)
         """The rule's states of each group."""
 
