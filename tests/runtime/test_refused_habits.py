@@ -118,3 +118,10 @@ def test_numbers_of_an_optimizer_are_copied_like_any_dict():
     optimizer.step()
     for copied in (optimizer.state.copy(), copy.copy(optimizer.state), optimizer.state | {}):
         assert [dict(entry) for entry in copied.values()] == [{"step": 1}] * 2
+
+
+def test_states_of_a_model_that_is_gone_are_refused_in_words():
+    optimizer = unwall.AdamW(unwall.shard(nn.Linear(4, 4), HOST).parameters())
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone, and its values with it"):
+        optimizer.state_dict()
