@@ -188,3 +188,16 @@ def test_a_wrapped_optimizer_takes_what_a_plain_one_saved(kind, tmp_path):
     train(plain, before, 2)
     train(model, optimizer, 2)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(values(model), values(plain), strict=True))
+
+
+def test_values_that_are_kept_are_not_all_looked_at_with_each_read(monkeypatch):
+    model = unwall.shard(nn.ParameterList([torch.full((2,), float(at)) for at in range(200)]), Plan(params="host"))
+    looks, changed = [], outside.Lent.changed
+    monkeypatch.setattr(outside.Lent, "changed", property(lambda lent: looks.append(lent) or changed.fget(lent)))
+    kept = [param.data for param in model]
+    kept[3].add_(1.0)
+    for param, value in zip(model, [torch.full((2,), float(-at)) for at in range(200)], strict=True):
+        param.data = value
+    assert len(looks) < 400 * 25
+    assert [float(param.detach()[0]) for param in model] == [float(-at) for at in range(200)]
+    assert [float(value[0]) for value in kept] == [0.0, 1.0, 2.0, 4.0, *map(float, range(4, 200))]
