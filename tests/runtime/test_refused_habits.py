@@ -1,5 +1,6 @@
 """What cannot work on a sharded model is refused where it is written, and says what to write."""
 
+import copy
 import gc
 from collections import defaultdict
 
@@ -108,3 +109,19 @@ def test_parameters_of_other_kinds():
     model.sparse = nn.Parameter(torch.eye(4).to_sparse())
     with pytest.raises(ValueError, match=r"parameter sparse is torch\.sparse_coo, expected a dense one"):
         unwall.shard(model, FP32)
+
+
+def test_numbers_of_an_optimizer_are_copied_like_any_dict():
+    model = unwall.shard(nn.Linear(4, 4), HOST)
+    optimizer = unwall.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for copied in (optimizer.state.copy(), copy.copy(optimizer.state), optimizer.state | {}):
+        assert [dict(entry) for entry in copied.values()] == [{"step": 1}] * 2
+
+
+def test_states_of_a_model_that_is_gone_are_refused_in_words():
+    optimizer = unwall.AdamW(unwall.shard(nn.Linear(4, 4), HOST).parameters())
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone, and its values with it"):
+        optimizer.state_dict()

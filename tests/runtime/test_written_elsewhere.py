@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import unwall
 from unwall.plans import Plan
+from unwall.runtime import outside
 
 TIERS = {"device": {}, "host": {"params": "host", "optimizer": "host"}, "disk": {"params": "disk", "optimizer": "disk"}}
 
@@ -146,3 +147,57 @@ def test_a_param_group_added_to_a_wrapped_optimizer():
     before = values(model)
     train(model, optimizer, 1)
     assert all(not torch.equal(one, other) for one, other in zip(before, values(model), strict=True))
+
+
+def test_data_from_a_file_is_not_read_again_at_every_edge(monkeypatch, tmp_path):
+    model = sharded("host", tmp_path)
+    arrays = {name: torch.full(param.shape, 0.1).numpy() for name, param in model.named_parameters()}
+    loaded = {name: torch.from_numpy(array) for name, array in arrays.items()}  # as what torch.load gives
+    for name, param in model.named_parameters():
+        param.data = loaded[name]
+    model(inputs(0))
+    summed = []
+    monkeypatch.setattr(outside, "_sums", lambda tensor: summed.append(tensor))
+    with torch.no_grad():
+        model(inputs(0))
+        assert not summed
+        loaded["0.bias"].add_(1.0)  # what torch counts still reaches the parameter
+        assert float(model[0].bias[0]) == pytest.approx(1.1)
+
+
+def test_an_optimizer_may_be_loaded_before_what_state_dict_gave(tmp_path):
+    model = sharded("host", tmp_path)
+    optimizer = unwall.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    saved = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+    for value in saved["model"].values():
+        value.fill_(0.5)  # as torch.distributed.checkpoint.load does
+    unwall.stats(model)
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    assert all(bool((value == 0.5).all()) for value in values(model))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9)])
+def test_a_wrapped_optimizer_takes_what_a_plain_one_saved(kind, tmp_path):
+    plain, model = seeded(build), sharded("host", tmp_path)
+    before, optimizer = kind(plain.parameters(), lr=0.1), unwall.wrap(kind(model.parameters(), lr=0.1))
+    train(plain, before, 3)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(before.state_dict())
+    train(plain, before, 2)
+    train(model, optimizer, 2)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(values(model), values(plain), strict=True))
+
+
+def test_values_that_are_kept_are_not_all_looked_at_with_each_read(monkeypatch):
+    model = unwall.shard(nn.ParameterList([torch.full((2,), float(at)) for at in range(200)]), Plan(params="host"))
+    looks, changed = [], outside.Lent.changed
+    monkeypatch.setattr(outside.Lent, "changed", property(lambda lent: looks.append(lent) or changed.fget(lent)))
+    kept = [param.data for param in model]
+    kept[3].add_(1.0)
+    for param, value in zip(model, [torch.full((2,), float(-at)) for at in range(200)], strict=True):
+        param.data = value
+    assert len(looks) < 400 * 25
+    assert [float(param.detach()[0]) for param in model] == [float(-at) for at in range(200)]
+    assert [float(value[0]) for value in kept] == [0.0, 1.0, 2.0, 4.0, *map(float, range(4, 200))]

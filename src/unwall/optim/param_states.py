@@ -33,9 +33,6 @@ class ParamNumbers(dict[str, Any]):
 class NumbersOfAll(defaultdict[torch.Tensor, Any]):
     """``optimizer.state``. Whoever empties it means the moments, too, which are not there: that is refused."""
 
-    def __init__(self) -> None:
-        super().__init__(ParamNumbers)
-
     def __delitem__(self, param: torch.Tensor) -> NoReturn:
         refuse_forgetting()
 

@@ -17,7 +17,7 @@ from unwall.optim.group_update import host_work, make_states, settle, spans_in_m
 from unwall.optim.measure import Held, measure
 from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
-from unwall.optim.param_states import NumbersOfAll, ParamStates, refuse_forgetting
+from unwall.optim.param_states import NumbersOfAll, ParamNumbers, ParamStates, refuse_forgetting
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
@@ -30,6 +30,10 @@ from unwall.schedule.agreement import in_backward
 from unwall.shards.group import Group
 
 Found = tuple[Engine, Group, int]
+_GONE = (
+    "the model whose parameters this optimizer updates is gone, and its values with it: keep the model for as long as it is "
+    "trained"
+)
 UNSCALED = (
     "a step with fp16 gradients whose loss was not scaled: gradients below 6e-8 are zero. Write "
     "optimizer.scale(loss).backward(), or use torch.amp.GradScaler, or Plan(compute_dtype=torch.bfloat16), which needs no scale"
@@ -62,7 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._known_engines: tuple[object, list[weakref.ref[Engine]]] = (None, [])
         super().__init__(params, defaults)
-        self.state = NumbersOfAll()
+        self.state = NumbersOfAll(ParamNumbers)
         self.own = own_states(self)
         """The rule's states of each group."""
 
@@ -262,10 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _nothing_to_update(self) -> None:
         """A step without gradients."""
         if not self.engines() and any(True for _ in self._params()):
-            raise RuntimeError(
-                "the model whose parameters this optimizer updates is gone, and its values with it: keep the model for as long "
-                "as it is trained"
-            )
+            raise RuntimeError(_GONE)
 
     def engines(self) -> list[Engine]:
         """The sharded models whose parameters this optimizer updates."""
@@ -281,7 +282,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _engine_of(param: nn.Parameter) -> Engine:
         engine = engine_of(param)
-        assert engine is not None
+        if engine is None:
+            raise RuntimeError(_GONE)
         return engine
 
     def places(self, param: nn.Parameter) -> list[Found]:

@@ -14,7 +14,7 @@ from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, put_whole_state, whole_states
-from unwall.optim.torch_rule import NO_PAST, InnerStep, Past, TorchRule, bare, past_of, probe, take_step
+from unwall.optim.torch_rule import NO_PAST, InnerStep, Past, TorchRule, bare, past_of, probe, spans, take_step
 from unwall.optim.wrapped_inner import share_options, stand_for
 from unwall.shards.states import StateSpec, moment_dtype
 
@@ -175,6 +175,8 @@ class Wrapped(ShardedOptimizer):
         for engine in self.engines():
             engine.finish()
         states = from_rank_0(self, state_dict)
+        params = dict(enumerate(self._params()))
+        states = {number: self._as_ours(params.get(number), entry) for number, entry in states.items()}
         check_states(self, states, strict=False)
         pasts: dict[Any, Past] = {}
         loaded = {}
@@ -188,6 +190,15 @@ class Wrapped(ShardedOptimizer):
         self._load_options(state_dict)
         load_whole_states(self, states)
         self._past = loaded
+
+    def _as_ours(self, param: nn.Parameter | None, entry: dict[str, Any]) -> dict[str, Any]:
+        """A state that the inner optimizer saved before it was wrapped has its numbers among its tensors."""
+        if param is None or "inner" in entry:
+            return entry
+        kept = self.rule.kept[id(param)]
+        tensors = {name: value for name, value in entry.items() if name in kept or spans(value, param)}
+        inner = {name: value for name, value in entry.items() if name not in tensors}
+        return {**tensors, "step": entry.get("step", 1), "inner": inner}
 
     def _load_options(self, state_dict: dict[str, Any]) -> None:
         super()._load_options(state_dict)

@@ -115,6 +115,8 @@ class Engine:
         """Counts changes of the parameters' values."""
         self.edges: list[Callable[[], None]] = []
         """Called before anything looks at the parameters' values or changes them: see ``edge``."""
+        self.checks: list[Callable[[], None]] = []
+        """Called before those where the parameters are used, and not only what an optimizer keeps. They may refuse it."""
         self.outside: Any = None
         """Who is asked for parameters that no pass shows (runtime/outside.py). Only kept here."""
         self.staying = {group.buffer.key for group in groups if not group.evictable}
@@ -275,6 +277,11 @@ class Engine:
 
     def edge(self) -> None:
         """Everything that was written to parameters outside a pass is in the master. For whoever reads or writes masters."""
+        for check in self.checks:
+            check()
+        self._settle_writes()
+
+    def _settle_writes(self) -> None:
         for settle in self.edges:
             settle()
 
@@ -315,7 +322,7 @@ class Engine:
     @alone
     def finish(self) -> None:
         """Everything in flight has ended, updates too."""
-        self.edge()
+        self._settle_writes()
         self.free_discarded()
         self.settle()
         self.groups[0].pending.staging.close()

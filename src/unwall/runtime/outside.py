@@ -11,7 +11,8 @@ What is kept until the parameters have changed (a step) has the values of before
 taken any more, and raises.
 
 ``p.data = tensor`` gives a parameter another value, and leaves the one before to whoever holds it (a backup of an average's).
-The tensor itself is lent then where it can be: what is written to it later reaches the parameter, as in torch.
+The tensor itself is lent then where it can be: what is written to it later reaches the parameter, as in torch. Not what is
+written past torch to memory of a file or of a numpy array: nothing counts that.
 
 With several ranks the values come by collectives. Who takes part follows from the order of reads alone, never from when some
 rank's garbage goes: all ranks must read the same parameters in the same order, and one that does not is a DivergedError.
@@ -20,13 +21,14 @@ rank's garbage goes: all ranks must read the same parameters in the same order, 
 import warnings
 import weakref
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from unwall.runtime.absent import absent_class_of, keep, shares
+from unwall.runtime.absent import absent_class_of, keep
 from unwall.runtime.engine import Engine
 from unwall.runtime.near import Near
 from unwall.runtime.refusals import refuse_tracing
@@ -42,6 +44,9 @@ from unwall.shards.states import REMAINDER
 MOST_TWINS = 64
 """Counters that are kept of one value's ``.data`` before those that are not needed any more are looked for."""
 
+FEW = 16
+"""Values that the user keeps: beyond that not all of them are looked at each time another one is lent."""
+
 
 class Lent:
     """One parameter's whole value, in the user's hands."""
@@ -51,6 +56,7 @@ class Lent:
         self.tensor = tensor
         self.version = version
         """``Engine.version`` when it was read: the value is the parameter's as long as that stays."""
+        self.storage: int = local(tensor).untyped_storage()._cdata
         self.warned = False
         self._kept = self._wrote = False
         self._seen = _version(tensor)
@@ -64,6 +70,8 @@ class Lent:
         part of it: as in torch it keeps what it had."""
         following = Lent(self.param, tensor, self.version)
         following._own_uses = self._own_uses  # whatever else refers to it is the user's
+        if not local(tensor).untyped_storage().resizable():
+            following._sums = None  # a file's or an array's memory from the beginning: sums would read it all at every edge
         following._wrote = True
         return following
 
@@ -150,6 +158,8 @@ class Outside:
         self._lent: dict[int, Lent] = {}
         self._old: list[Lent] = []
         self._last: int | None = None
+        self._since = 0
+        """Values that were lent since all of them were looked at."""
         self._tiling = Tiling(engine)
         engine.edges.append(self.settle)
 
@@ -192,7 +202,7 @@ class Outside:
 
     def lend(self, param: nn.Parameter) -> Lent:
         """The whole value, now in the user's hands."""
-        self._take(but=id(param))
+        self._look_around(id(param))
         known = self._lent.get(id(param))
         if known is None or (self._engine.ranks.size > 1 and self._last != id(param)):
             with torch.inference_mode(mode=False), torch.no_grad():  # what is made in inference mode counts no writes
@@ -200,7 +210,9 @@ class Outside:
             assert value is not None
             if known is None:
                 value = distributed_like(param, value)
-                known = self._lent[id(param)] = Lent(param, value, self._engine.version)
+                known = Lent(param, value, self._engine.version)
+        self._lent.pop(id(param), None)
+        self._lent[id(param)] = known  # behind those that were lent before
         self._last = id(param)
         return known
 
@@ -234,7 +246,8 @@ class Outside:
         whole = part.layout is torch.strided and part.is_contiguous() and not part.is_inference()
         if not whole or part.untyped_storage().nbytes() != part.numel() * part.itemsize:
             return False
-        return not any(shares(part, other.tensor) for other in (*self._lent.values(), *self._old))
+        storage = part.untyped_storage()._cdata
+        return not any(storage == other.storage for other in chain(self._lent.values(), self._old))
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         group, slot = self._group(param)
@@ -252,16 +265,33 @@ class Outside:
             self._take()
             self._reader.forget()
 
+    def _look_around(self, but: int) -> None:
+        """Before a value is lent, ``but`` that of this parameter. Where the user keeps many only those that were lent last, or
+        a loop would look at each as often as there are parameters: whatever it keeps no longer is mostly among them. Of several
+        ranks all look at all, as what they take must not depend on what some rank keeps."""
+        self._since += 1
+        kept, known = len(self._lent) + len(self._old), self._lent.get(but)
+        outdated = known is not None and known.version != self._engine.version
+        if outdated or kept <= FEW or self._since > kept or self._engine.ranks.size > 1:
+            self._take(but)
+            return
+        last = list(islice(reversed(self._lent), FEW))
+        self._take_of([key for key in last if self._lent[key].version == self._engine.version], but)
+
     def _take(self, but: int | None = None) -> None:
+        self._since = 0
         for key, lent in list(self._lent.items()):
             if lent.version != self._engine.version:
                 self._old.append(self._lent.pop(key))
         self._look_after_old()
-        for key, lent in list(self._lent.items()):
-            if key != but and lent.changed:
-                self._take_one(lent)
-        for key, lent in list(self._lent.items()):
-            if key != but and not lent.held:
+        self._take_of(list(self._lent), but)
+
+    def _take_of(self, keys: list[int], but: int | None) -> None:
+        for key in keys:
+            if key != but and self._lent[key].changed:
+                self._take_one(self._lent[key])
+        for key in keys:
+            if key != but and not self._lent[key].held:
                 del self._lent[key]
 
     def _look_after_old(self) -> None:

@@ -9,7 +9,8 @@ to rank 0 only), anything else that differs is an error on every rank.
 [Note: copies]
 What torch's ``state_dict`` gives shares memory with the parameters, and there are loops that load by writing to it
 (``model.state_dict()[name].copy_(value)``). Ours gives copies. Their version counters are kept until the parameters change, and
-a write to one is an error at the next edge.
+a write to one is an error at the next edge. Not where only an optimizer's states are loaded or saved: a loop that fills what
+both gave (``torch.distributed.checkpoint``) may load them first.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ class StateDictHooks:
         """What ``state_dict`` gave since the parameters have last changed: names, and what counts the writes to it."""
         self._copied_at = -1
         self._saving = False
-        engine.edges.append(self._look_at_copies)
+        engine.checks.append(self._look_at_copies)
 
     def saved(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         """After ``state_dict`` has put placeholders there: the whole values on rank 0, nothing on the others."""
