@@ -75,6 +75,25 @@ def test_replicas_come_to_the_same_bits_with_fewer_bytes(ranks, tmp_path, fields
         assert per_element < nbytes < 2  # groups in fp32 are among them
 
 
+def clipped_by_torch(fields, folder):
+    """The norm of the gradients before and after torch has clipped them to a thousandth, and what each rank has then."""
+    model = build()
+    unwall.shard(model, Plan(**DEVICE, disk=folder, compute_dtype=BF16, **fields), mesh_of(dp_replicate=2, dp_shard=1))
+    tokens, target = batch(0, dist.get_rank())
+    loss_of(model(tokens), target).backward()
+    before = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    grads = [param.grad.float() for param in model.parameters()]
+    return float(before), float(torch.stack([grad.norm() for grad in grads]).norm()), grads
+
+
+@pytest.mark.parametrize("fields", [INT4, FEEDBACK], ids=str)
+def test_what_torch_has_clipped_after_an_average_stays_clipped(ranks, tmp_path, fields):
+    first, second = ranks(2).run(clipped_by_torch, fields, str(tmp_path))
+    assert first[0] > 0.5
+    assert first[1] == pytest.approx(1e-3, rel=0.02)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[2], second[2], strict=True))
+
+
 def averaged(rounds):
     """Four replicas average the same values ``rounds`` times with 4 bits: what comes each time, what each one put in, and the
     bytes per element."""

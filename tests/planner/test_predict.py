@@ -50,6 +50,15 @@ def test_the_named_terms_add_up_to_what_the_engine_decides_by(name, ranks):
     assert sum(terms["disk"].values()) == sum(disk_bytes_of(*pair) for pair in pairs)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("name", ["device", "stage 0", "stage 1", "host", "feedback"])
+def test_gradients_over_a_slow_link_are_waited_for_at_every_stage(name, passes):
+    slow = dataclasses.replace(MACHINE_8, collective_bytes_per_s=1e6)
+    found = predict(job(PLANS[name], 8, passes=passes), slow)
+    assert found.bound.limit == "collectives"
+    assert found.bound.step_s <= found.step_s * 1.001
+
+
 def test_states_on_the_host_move_parameters_twice_and_gradients_once():
     found = job(Plan(params="host", optimizer="host", device_bytes="200KiB"))
     params = sum(size.flat_bytes for size in found.sizes)

@@ -8,10 +8,12 @@ in rank order. An average of averages changes nothing, so it does not matter how
 added to some of them since. Updates ahead of the step would use gradients before that and do not take place.
 
 Where gradients travel packed inside a replica (``Plan.reduce_dtype``), they do so between replicas (shards/packed_average.py).
-Packing adds noise, so what no replica has changed since it was averaged stays as it is.
+Packing adds noise, so what no replica has changed since it was averaged stays as it is. And what was only changed by hand since
+(clipped by torch's function, parameter by parameter) travels as it is: beside elements that are not clipped yet the noise, or
+what feedback has kept of the sum before, would be larger than those that are.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,7 +34,13 @@ PIECE_ELEMENTS = 1 << 24
 PACKED_PIECE_ELEMENTS = 1 << 22
 """The same for what travels packed: four bytes per element are copied first."""
 
-_State = tuple[int, frozenset[int]]
+
+class _State(NamedTuple):
+    """What a gradient was like when it was averaged."""
+
+    reductions: int
+    serial: int
+    present: frozenset[int]
 
 
 class Replicas:
@@ -68,20 +76,21 @@ class Replicas:
         states = self._states(engine.gradients)
         before: list[_State | None] = [*self._averaged, *[None] * (len(states) - len(self._averaged))]
         changed = [now != then for now, then in zip(states, before, strict=True)]
-        every = self._ranks.every((changed, [sorted(gradient.present) for gradient in engine.gradients]))
+        reduced = [then is None or now.reductions != then.reductions for now, then in zip(states, before, strict=True)]
+        every = self._ranks.every((changed, reduced, [sorted(gradient.present) for gradient in engine.gradients]))
         for index, gradient in enumerate(engine.gradients):
-            present = {slot for _, held in every for slot in held[index]}
-            if present and any(theirs[index] for theirs, _ in every):
-                self._average(engine, gradient, present)
+            present = {slot for _, _, held in every for slot in held[index]}
+            if present and any(theirs[index] for theirs, _, _ in every):
+                self._average(engine, gradient, present, exactly=not any(theirs[index] for _, theirs, _ in every))
         self._averaged = self._states(engine.gradients)
 
-    def _average(self, engine: "Engine", gradient: Gradient, present: set[int]) -> None:
+    def _average(self, engine: "Engine", gradient: Gradient, present: set[int], exactly: bool) -> None:
         if not present <= gradient.present or not gradient.held:
             engine.executor.make_room(0 if gradient.held else gradient.flat_bytes, f"gradients of {gradient.group.name}")
             gradient.hold(present)
         run = gradient.change()
         self.averaged_elements += run.numel()
-        if self._packed is not None and self._travels_packed(gradient):
+        if self._packed is not None and self._travels_packed(gradient) and not exactly:
             self._average_packed(engine, gradient, present, run, self._packed)
             return
         for start in range(0, run.numel(), PIECE_ELEMENTS):
@@ -123,7 +132,7 @@ class Replicas:
         return self._residuals[group.index].view(dtype)
 
     def _states(self, gradients: list[Gradient]) -> list[_State]:
-        return [(gradient.serial, frozenset(gradient.present)) for gradient in gradients]
+        return [_State(each.reductions, each.serial, frozenset(each.present)) for each in gradients]
 
 
 def _set_aside(gradient: Gradient, residual: torch.Tensor, present: set[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:

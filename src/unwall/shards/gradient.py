@@ -71,7 +71,9 @@ class Gradient:
         self.passes = 0
         """Passes that were reduced since the last step; pieces of one count once."""
         self.serial = 0
-        """Counts reductions: says whether a gradient is still the one that was seen before."""
+        """Counts reductions and changes: says whether a gradient is still the one that was seen before."""
+        self.reductions = 0
+        """Those alone: says whether a backward has brought something since."""
         self.changed = False
         """Whether someone has changed it by hand since the last step."""
         self.present: set[int] = set()
@@ -183,6 +185,7 @@ class Gradient:
         self.present |= present
         self.passes += not piece
         self.serial += 1
+        self.reductions += 1
         self.phase = Phase.REDUCING
         if self._reducer.ranks.size == 1:
             self._leave()

@@ -33,7 +33,7 @@ class SimulatedGradient:
         """Elements of what is under way that are still to be unpacked. Where it leaves the device they count as unpacked when
         it is sent: nobody waits here for them to arrive."""
         self._arrival: Task | None = None
-        """What brings them."""
+        """What brings the sum to this rank's device, where it stays there."""
         self._piece = False
         """What is under way belongs to a pass of which another piece was reduced before."""
 
@@ -105,7 +105,7 @@ class SimulatedGradient:
             self._unpacks = 0 if self.leaves else numel
             seconds += rank.pace.packing_s(numel, numel - self._unpacks, noise=True)
         found = rank.travel(Traffic(moved.everyone, 0.0, moved.across), rank.compute(seconds, after), name)
-        self._arrival = found if self._unpacks else None
+        self._arrival = None if self.leaves else found
         return found
 
     def _land(self, after: Task) -> Task:
@@ -131,7 +131,7 @@ class SimulatedGradient:
             return
         self._reducing = False
         size, ledger = self.group.size, self._rank.ledger
-        if self._unpacks:
+        if self._arrival is not None:  # the device waits: at stage 0 no gather of the next step would
             self._rank.compute(self._rank.pace.packing_s(0, self._unpacks), [self._arrival])
             self._unpacks, self._arrival = 0, None
         incoming = size.grad_flat_bytes if self._rank.alone else size.grad_part_bytes
