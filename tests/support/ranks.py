@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 250.0
 RUN_LIMIT_S = 120.0
 AFTER_FAILURE_S = 5.0
 """How long the other ranks get to report once one has failed: they may be waiting for it in a collective."""
