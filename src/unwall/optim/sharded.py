@@ -163,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             increment_version([engine.groups[index].params[slot] for slot in slots])
         return loss
 
-    profile_hook_step = staticmethod(hooks_told)
+    profile_hook_step = staticmethod(hooks_told)  # type: ignore[assignment]
     """Torch wraps ``step`` in it."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

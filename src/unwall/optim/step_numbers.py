@@ -2,8 +2,8 @@
 
 [Note: the same numbers]
 A learning rate that one rank has set and another has not would make every parameter a mixture, part by part. So a step hands
-its numbers to the agreement (schedule/agreement.py), which puts their fingerprint into what the ranks exchange anyway, and names
-those that differ. Only numbers that the optimizer knows are compared, not whatever else lies in a param group.
+its numbers to the agreement (schedule/agreement.py), which puts their fingerprint into what the ranks exchange anyway, and
+names those that differ. Only numbers that the optimizer knows are compared, not whatever else lies in a param group.
 """
 
 from array import array

@@ -19,9 +19,9 @@ the exchange (``fail_aside``); ``Watch.lock`` keeps it away while the rank itsel
 Two faults cannot be healed: a rank that is gone, and one that fails where the others may have updated the model already (in a
 ``step``). Then all ranks get a DivergedError, and the model cannot be used any more.
 
-What is raised around a step (the user's hooks, an option that makes no sense) is often raised on all ranks alike, and then there
-is nothing to tell: each has its own error, and all are at the same point. So a rank asks the store for a moment whether the
-others have come to the same (``fail_alone``).
+What is raised around a step (the user's hooks, an option that makes no sense) is often raised on all ranks alike, and then
+there is nothing to tell: each has its own error, and all are at the same point. So a rank asks the store for a moment whether
+the others have come to the same (``fail_alone``).
 """
 
 import zlib
@@ -192,7 +192,7 @@ class Standing:
                 self._feigned.reduce(op.group, begun)
                 flags |= SPOILT
             else:
-                raise RuntimeError("the others have used its part of a norm in a step")
+                raise RuntimeError("the others count on its part of a norm in a step. Start all ranks again from a checkpoint")
         self._parting = self._control.begin_exchange(ANNOUNCED, self._row(FAILED, 0, flags=flags))
         self._control.watch.parting = WeakMethod(self.rejoin)
 
@@ -201,8 +201,8 @@ class Standing:
             self.rejoin()
 
     def fail_alone(self, error: BaseException, why: str = "") -> bool:
-        """This rank failed around a step. Nothing to tell where all ranks did. ``why`` they cannot go on, where that is so; True
-        where the ranks were told that."""
+        """This rank failed around a step. Nothing to tell where all ranks did; ``why`` they cannot go on, where that is so.
+        True where the ranks were told that."""
         if self._ranks.size == 1 or self.apart or self.failed:
             return False
         watch = self._control.watch
@@ -284,9 +284,9 @@ class Standing:
                 said = (f"{' and '.join(values) or 'missing'} on rank {rank}" for rank, values in enumerate(found))
                 differing.append(f"{name} is {', '.join(said)}")
         self._apart = (
-            f"the ranks have stepped with different numbers: {'; '.join(differing[:5])}. Each rank updates its own part of every "
-            "parameter, so the model has become a mixture. Set the same on all ranks (a scheduler that looks at a loss needs "
-            "the same loss everywhere: average it over the ranks), and start them again from a checkpoint"
+            f"the ranks have stepped with different numbers: {'; '.join(differing[:5])}. Each rank updates its own part of "
+            "every parameter, so the model has become a mixture. Set the same on all ranks (a scheduler that looks at a loss "
+            "needs the same loss everywhere: average it over the ranks), and start them again from a checkpoint"
         )
         return DivergedError(self._apart)
 
