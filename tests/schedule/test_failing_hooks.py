@@ -47,7 +47,7 @@ def train(folder, tier="host", kind="pre", bad=(), when=2, max_grad_norm=None):
     optimizer.max_grad_norm = max_grad_norm
     rank, told, heard = rank_and_world()[0], [], Path(folder) / f"{tier}-{kind}-{bad}-{max_grad_norm}"
     hook = hook_of(optimizer, kind, rank, bad, when)
-    patience, standing.ALIKE_S = standing.ALIKE_S, standing.ALIKE_S if len(bad) > 1 else 0.0
+    patience, standing.ALIKE_S = standing.ALIKE_S, 60.0 if len(bad) > 1 else 0.0
     try:
         for number in range(STEPS):
             hook.number = number if hook.number >= 0 else -1

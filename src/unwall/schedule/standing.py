@@ -261,7 +261,8 @@ class Standing:
 
     def diverged(self, rows: list[Row]) -> DivergedError:
         """The ranks are not at the same point, and all of them know it."""
-        if len({row.point[:-1] for row in rows}) == 1 < len({row.numbers for row in rows}):
+        numbers = {row.numbers for row in rows}
+        if len({row.point[:-1] for row in rows}) == 1 < len(numbers) and 0 not in numbers:
             return self._stepped_apart()
         told = self._control.tell(self._place(rows[self._ranks.rank]))
         places = [
