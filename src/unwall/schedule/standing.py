@@ -18,9 +18,16 @@ the exchange (``fail_aside``); ``Watch.lock`` keeps it away while the rank itsel
 
 Two faults cannot be healed: a rank that is gone, and one that fails where the others may have updated the model already (in a
 ``step``). Then all ranks get a DivergedError, and the model cannot be used any more.
+
+What is raised around a step (the user's hooks, an option that makes no sense) is often raised on all ranks alike, and then
+there is nothing to tell: each has its own error, and all are at the same point. So a rank asks the store for a moment whether
+the others have come to the same (``fail_alone``).
 """
 
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import NamedTuple
 from weakref import WeakMethod
 
@@ -32,8 +39,14 @@ from unwall.shards.feign import Feigned
 
 ANNOUNCED = "announcements"
 """The kind of exchange in which the ranks say where they are."""
+APART = (
+    "Other ranks have taken a step that it has not: the model is not the same on all ranks any more, and cannot be used. Start "
+    "all ranks again from a checkpoint"
+)
 PATIENCE_S = 1.0
 """How long a rank that failed waits for the others before it raises its error."""
+ALIKE_S = 5.0
+"""How long a rank that failed around a step waits for others that fail alike: they have just met, after the backward."""
 
 
 class Promise(NamedTuple):
@@ -42,6 +55,14 @@ class Promise(NamedTuple):
     op: Op
     begun: int = 0
     """How many of the collectives that it consists of have begun."""
+
+
+class Numbers(NamedTuple):
+    """With which an optimizer has stepped."""
+
+    values: "array[float]"
+    """In single precision: the last bits of a cosine may differ between machines."""
+    names: Callable[[], list[str]]
 
 
 class Standing:
@@ -61,6 +82,8 @@ class Standing:
         """At a meeting of the kind WHOLE: what."""
         self.noted: list[str] = []
         """What else was called since the last meeting."""
+        self.stepped: list[Numbers] = []
+        """The numbers of each step since the last meeting."""
         self.at: Op | None = None
         """The last collective."""
         self.failed = False
@@ -73,6 +96,7 @@ class Standing:
         self._regroup = regroup
         self._apart = ""  # how the ranks diverged: they cannot find together again
         self._parting: Exchange | None = None  # in which the others learn of this rank's fault
+        self._alike = 0  # errors that came to all ranks
 
     @property
     def apart(self) -> bool:
@@ -114,10 +138,18 @@ class Standing:
         self.called = called
         if self._ranks.size > 1:
             self._control.watch.place = WeakMethod(self._where)
+            self._control.watch.thread = get_ident()
 
     def _row(self, kind: int, group: int, script: int = 0, flags: int = 0) -> Row:
-        calls = fingerprint(self.noted)
-        return Row(self._control.model, kind, group, self.forwards, self.backwards, self.steps, calls, script, flags)
+        calls, numbers = fingerprint(self.noted), 0
+        for step in self.stepped:
+            numbers = zlib.crc32(step.values, numbers) | 1
+        return Row(self._control.model, kind, group, self.forwards, self.backwards, self.steps, calls, script, flags, numbers)
+
+    def met(self) -> None:
+        """All ranks have said what they did since they met last, and it was the same."""
+        self.noted.clear()
+        self.stepped.clear()
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -160,13 +192,27 @@ class Standing:
                 self._feigned.reduce(op.group, begun)
                 flags |= SPOILT
             else:
-                raise RuntimeError("the others have used its part of a norm in a step")
+                raise RuntimeError("the others count on its part of a norm in a step. Start all ranks again from a checkpoint")
         self._parting = self._control.begin_exchange(ANNOUNCED, self._row(FAILED, 0, flags=flags))
         self._control.watch.parting = WeakMethod(self.rejoin)
 
     def _await_others(self, parting: Exchange, seconds: float) -> None:
         if self._control.wait(parting.work, "an error of its own", seconds):
             self.rejoin()
+
+    def fail_alone(self, error: BaseException, why: str = "") -> bool:
+        """This rank failed around a step. Nothing to tell where all ranks did; ``why`` they cannot go on, where that is so.
+        True where the ranks were told that."""
+        if self._ranks.size == 1 or self.apart or self.failed:
+            return False
+        watch = self._control.watch
+        if watch.come_alike(f"alike/{self._control.model}/{watch.faults}/{self._alike}", ALIKE_S):
+            self._alike += 1
+            return False
+        if why:
+            return self.fail_for_good(error, why)
+        self.fail(error, spoilt=False)
+        return self.apart
 
     def fail_for_good(self, error: BaseException, why: str) -> bool:
         """This rank failed where the others may have updated the model; ``why`` they cannot go on."""
@@ -198,19 +244,26 @@ class Standing:
         spoilt = any(row.flags & SPOILT for row in rows)
         text = watch.faults_of(failed)
         watch.faults += 1
+        self._alike = 0
         self.failed = True
         self.forwards = max(row.forwards for row in rows)
         self.backwards = max(row.backwards for row in rows)
         self.steps = max(row.steps for row in rows)
-        self.noted.clear()
+        self.met()
         self._feigned.end()
         self._regroup(spoilt)
+        if any(row.steps != self.steps for row in rows):
+            self._apart = f"{text}. {APART}"
+            return DivergedError(self._apart)
         return PeerError(_told(text))
 
     # -- errors -------------------------------------------------------------------------------------------------------
 
     def diverged(self, rows: list[Row]) -> DivergedError:
         """The ranks are not at the same point, and all of them know it."""
+        numbers = {row.numbers for row in rows}
+        if len({row.point[:-1] for row in rows}) == 1 < len(numbers) and 0 not in numbers:
+            return self._stepped_apart()
         told = self._control.tell(self._place(rows[self._ranks.rank]))
         places = [
             f"rank {rank} is at {'another sharded model: ' if row.model != self._control.model else ''}{place}"
@@ -219,6 +272,22 @@ class Standing:
         self._apart = (
             f"the ranks are not at the same point: {'; '.join(places)}. All ranks must run the same forwards, backwards and "
             "steps, and call state_dict, full_params and the like together"
+        )
+        return DivergedError(self._apart)
+
+    def _stepped_apart(self) -> DivergedError:
+        mine = [pair for step in self.stepped for pair in zip(step.names(), step.values, strict=False)]
+        every = self._control.every(mine, "the numbers of a step")
+        differing = []
+        for name in dict.fromkeys(name for pairs in every for name, _ in pairs):
+            found = [[f"{value:.6g}" for known, value in pairs if known == name] for pairs in every]
+            if any(values != found[0] for values in found):
+                said = (f"{' and '.join(values) or 'missing'} on rank {rank}" for rank, values in enumerate(found))
+                differing.append(f"{name} is {', '.join(said)}")
+        self._apart = (
+            f"the ranks have stepped with different numbers: {'; '.join(differing[:5])}. Each rank updates its own part of "
+            "every parameter, so the model has become a mixture. Set the same on all ranks (a scheduler that looks at a loss "
+            "needs the same loss everywhere: average it over the ranks), and start them again from a checkpoint"
         )
         return DivergedError(self._apart)
 
