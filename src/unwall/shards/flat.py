@@ -29,8 +29,8 @@ from unwall.tiers.block import MemoryBlock
 from unwall.tiers.device import DeviceTier
 
 LOOKS, LOOK_S = 100, 0.001
-"""How often it is looked whether a thread of gloo's has let go of what it has written, and the time between. No time in all: where
-the machine does other things such a thread may not run for long, and then neither does the one that looks."""
+"""How often it is looked whether a thread of gloo's has let go of what it has written, and the time between. No time in all:
+where the machine does other things such a thread may not run for long, and then neither does the one that looks."""
 
 COLLECTIONS = 2
 """So many collections of garbage in a row may be in vain: then it is not garbage that holds the buffers of this process."""
