@@ -21,7 +21,7 @@ NOT_SPLIT = ("losses", "return_outputs", "loss_kwargs")
 """Arguments of a schedule's ``step`` that torch does not cut into microbatches."""
 FLAGS = ("_stage_forward_initialized", "_stage_backward_initialized")
 FLAGS_OF_SEVERAL = ("_stages_forward_initialized", "_stages_backward_initialized")
-"""Where torch's schedules note that their buffers are there (private to torch; tests/parallel/test_batches.py tells)."""
+"""Where torch's schedules note that their buffers are there (private to torch; tests/parallel/test_pipeline.py tells)."""
 
 
 class Batches:
