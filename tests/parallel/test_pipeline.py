@@ -79,8 +79,9 @@ def test_a_schedule_trains_as_one_process_does(ranks):
 
 
 def test_zero_bubbles_on_the_host(ranks):
-    for far, norm, _ in ranks(4).run(trained, layers, "ZBVZeroBubble", TIGHT, {"pp": 2, "dp": 2}):
+    for far, norm, counted in ranks(4).run(trained, layers, "ZBVZeroBubble", TIGHT, {"pp": 2, "dp": 2}):
         assert max(far, norm) < 1e-6
+        assert counted[1:] == [1.0, 0]
 
 
 def test_a_decoder_over_pipeline_and_tensor_ranks(ranks):
@@ -227,8 +228,10 @@ def test_every_schedule_stage_and_tier(ranks, kind):
     for stage in (1, 3):
         for where in ({}, HOST, TIGHT):
             options = {"stage": stage, **where}
-            for far, norm, _ in ranks(4).run(trained, layers, kind, options, {"pp": 2, "dp": 2}):
+            for far, norm, counted in ranks(4).run(trained, layers, kind, options, {"pp": 2, "dp": 2}):
                 assert max(far, norm) < 1e-6, options
+                assert counted[1:] == [1.0, 0], options
+                assert where is TIGHT or counted[0] == 1.0, options
 
 
 @pytest.mark.drill

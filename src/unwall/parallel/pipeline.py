@@ -6,7 +6,8 @@ things are done to make that right and fast here. Gradients are scaled on their 
 empty until backward has ended. They stay on this rank until the last backward of the step, where memory allows; then they are
 reduced once. And the whole step is one pass to the trace: the order of uses in one microbatch says nothing about what follows,
 that of a step repeats. Zero-bubble schedules compute the gradients of weights apart, with ``autograd.grad``, and put them into
-``.grad``: they are taken from there after each of these. What a stage must know of the batch: parallel/batches.py.
+``.grad``: they are taken from there after each of these, and reduced at ``optimizer.step`` where one of them is the last. What
+a stage must know of the batch is in parallel/batches.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -95,7 +96,8 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         engine = self.steps.engine
-        sync = backward_type != "input" and self.steps.is_last()
+        last = backward_type != "input" and self.steps.is_last()
+        sync = last and backward_type == "full"  # gradients of weights alone are not there yet when their backward ends
         apart = backward_type != "full"
         with nullcontext() if sync else engine.without_sync(), _plain(engine, self.submod) if apart else nullcontext():
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
