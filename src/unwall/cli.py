@@ -41,7 +41,7 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 40,
     out: Annotated[Path, typer.Option(help="The directory for the log and the report.")] = Path("unwall-demo"),
 ) -> None:
     """Train a byte-level language model on unwall's own source files, far beyond its budgets, with plain PyTorch beside it."""
@@ -142,7 +142,7 @@ def _plan(
     kept_of(options["activations"], options["offload_activations"])
     outline = read_model(model, vocab)
     with _progress() as told:
-        machine, ranks = machine_of(hardware, None, options["disk"], told)
+        machine, ranks = machine_of(hardware, None, options["disk"], told, read_dtype(dtype))
     if hardware is not None or gpus is not None or nodes != 1:
         machine = machine.with_nodes(nodes, gpus)
         ranks = machine.devices
