@@ -17,6 +17,9 @@ _POLL_S = 0.05
 _PDEATHSIG = 1
 STARTED = "UNWALL_TRAIN_STARTED"
 """Set in the processes that were started here."""
+LISTENER = "UNWALL_TRAIN_LISTENER"
+"""Set in rank 0: its end of the socket at which the ranks meet. A port that is only known to be free is anyone's until rank 0
+listens there, seconds later: here it is taken from the start."""
 
 
 def under_launcher() -> bool:
@@ -32,8 +35,8 @@ def check_launcher(nproc: int | None) -> None:
 
 def launch(nproc: int, arguments: list[str]) -> int:
     """Starts the processes and waits for them. The exit status: that of the first one that failed."""
-    port = _free_port()
-    children = [_start(rank, nproc, port, arguments) for rank in range(nproc)]
+    with socket.create_server(("127.0.0.1", 0), backlog=nproc) as listener:
+        children = [_start(rank, nproc, listener, arguments) for rank in range(nproc)]
 
     def pass_on(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (of signal's signature)
         for child in children:
@@ -53,11 +56,14 @@ def launch(nproc: int, arguments: list[str]) -> int:
             child.wait()
 
 
-def _start(rank: int, nproc: int, port: int, arguments: list[str]) -> "subprocess.Popen[bytes]":
+def _start(rank: int, nproc: int, listener: socket.socket, arguments: list[str]) -> "subprocess.Popen[bytes]":
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED: "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), STARTED: "1",
     }  # fmt: skip
+    handed = (listener.fileno(),) if rank == 0 else ()
+    if handed:
+        environment[LISTENER] = str(handed[0])
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -69,7 +75,8 @@ def _start(rank: int, nproc: int, port: int, arguments: list[str]) -> "subproces
         if os.getppid() != parent:
             os._exit(1)
 
-    return subprocess.Popen([sys.executable, "-m", "unwall", *arguments], env=environment, preexec_fn=follow_parent)
+    command = [sys.executable, "-m", "unwall", *arguments]
+    return subprocess.Popen(command, env=environment, preexec_fn=follow_parent, pass_fds=handed)
 
 
 def _wait(children: "list[subprocess.Popen[bytes]]") -> int:
@@ -90,13 +97,6 @@ def _wait(children: "list[subprocess.Popen[bytes]]") -> int:
                     if child.poll() is None:
                         child.send_signal(number)
         time.sleep(_POLL_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-        return found
 
 
 def spread(arguments: list[str], options: tuple[str, ...]) -> list[str]:

@@ -3,16 +3,21 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from unwall.shards.collectives import Ranks
 from unwall.tiers.device import default_device
 from unwall.train.errors import TrainError
+from unwall.train.launch import LISTENER, STARTED
 
 Made = TypeVar("Made")
+_JOIN = timedelta(minutes=30)
+"""torch's own limit for ranks that meet."""
 
 
 class ToldElsewhereError(RuntimeError):
@@ -43,15 +48,29 @@ def one_voice() -> Iterator[None]:
 
 def join_world() -> Ranks:
     """The process group, where there are several ranks."""
-    _, size, _ = size_of_world()
+    rank, size, _ = size_of_world()
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
         return Ranks(None, device.type)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        if STARTED in os.environ:
+            dist.init_process_group(backend, store=_meeting_place(rank, size), rank=rank, world_size=size)
+        else:
+            dist.init_process_group(backend)
     return Ranks(dist.group.WORLD, device.type)
+
+
+def _meeting_place(rank: int, size: int) -> Store:
+    """Where the ranks of ``--nproc`` meet: rank 0 keeps it, at the socket that the launcher handed down."""
+    handed = os.environ.pop(LISTENER, None)
+    socket = None if handed is None else int(handed)
+    if socket is not None:
+        os.set_inheritable(socket, False)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, size, is_master=rank == 0, timeout=_JOIN, master_listen_fd=socket)
 
 
 def leave_world(ranks: Ranks) -> None:

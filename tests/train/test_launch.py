@@ -1,0 +1,33 @@
+"""``--nproc``: how the processes of a run meet."""
+
+import json
+import sys
+
+from unwall.train import launch
+
+RANK = """
+import json, os, pathlib, socket
+from unwall.train.launch import LISTENER
+from unwall.train.world import join_world
+
+taken = False
+try:
+    socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+except OSError:
+    taken = True
+ranks = join_world()
+said = [ranks.rank, ranks.size, taken, ranks.every(ranks.rank + 10), LISTENER in os.environ]
+pathlib.Path(__file__).with_name(f"said-{ranks.rank}.json").write_text(json.dumps(said))
+ranks.every(None)
+"""
+
+
+def test_the_port_of_a_run_is_taken_before_its_ranks_listen(tmp_path, monkeypatch):
+    script, python = tmp_path / "rank.py", tmp_path / "python"
+    script.write_text(RANK)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(launch.sys, "executable", str(python))
+    assert launch.launch(2, []) == 0
+    for rank in range(2):
+        assert json.loads((tmp_path / f"said-{rank}.json").read_text()) == [rank, 2, True, [10, 11], False]
