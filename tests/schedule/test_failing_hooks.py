@@ -149,6 +149,38 @@ def test_a_step_that_only_the_others_take(ranks, tmp_path, name, own):
     assert "tart all ranks again from a checkpoint" in other[0][1]
 
 
+def write_apart(folder, name):
+    """Each rank writes to the first parameter: values of its own, or values that differ in the last bits."""
+    model, optimizer, rank, _ = apart(folder, name)
+    forward(model, 0).backward()
+    optimizer.step()
+    weight = model[0][0].weight
+    with torch.no_grad():
+        if name == "noise":
+            torch.manual_seed(rank)
+            torch.nn.init.normal_(weight)
+        elif name == "alone":
+            weight.mul_(2.0) if rank == 0 else weight.norm()
+        else:
+            weight.mul_(1.0 + 1e-7 * rank)
+    try:
+        forward(model, 1).backward()
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["noise", "alone"])
+def test_ranks_that_write_different_values(ranks, tmp_path, name):
+    for told in ranks(2).run(write_apart, str(tmp_path), name, limit_s=60):
+        assert "the mean magnitude of what was written to parameter 0.0.weight is " in told
+        assert "full_params(model, write=True)" in told
+
+
+def test_writes_may_differ_in_the_last_bits(ranks, tmp_path):
+    assert ranks(2).run(write_apart, str(tmp_path), "rounding", limit_s=60) == ["", ""]
+
+
 def step_apart(folder, name):
     """Each rank has a number of its own."""
     model, optimizer, rank, _ = apart(folder, name)

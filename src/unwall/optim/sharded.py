@@ -330,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for engine in self.engines():
             if engine.ranks.size > 1:
                 numbers = numbers or numbers_of(self.param_groups, list(self.defaults), self.max_grad_norm)
-                engine.executor.agreement.step_with(*numbers)
+                engine.executor.agreement.say(*numbers)
 
     @torch.no_grad()
     def _clip_now(self, *_: Any) -> None:

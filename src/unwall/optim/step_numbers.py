@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
-Numbers = tuple["array[float]", Callable[[], list[str]]]
+Numbers = tuple["array[float]", Callable[[], list[str]], str]
+_ADVICE = (
+    "Each rank updates its own part of every parameter, so the model has become a mixture. Set the same on all ranks (a "
+    "scheduler that looks at a loss needs the same loss everywhere: average it over them)"
+)
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> Numbers:
-    """Of a step, in single precision, and what they are called. ``options``: names of those that count; ``clip``: the norm to
-    which gradients are clipped."""
-    values = array("f", [value for _, value in _pairs(groups, options, clip)])
-    return values, lambda: [name for name, _ in _pairs(groups, options, clip)]
+    """Of a step, what they are called, and what to do where they differ. ``options``: names of those that count; ``clip``: the
+    norm to which gradients are clipped."""
+    values = array("d", [value for _, value in _pairs(groups, options, clip)])
+    return values, lambda: [name for name, _ in _pairs(groups, options, clip)], _ADVICE
 
 
 def _pairs(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> Iterator[tuple[str, float]]:

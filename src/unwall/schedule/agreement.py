@@ -43,7 +43,7 @@ from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PE
 from unwall.schedule.announcement import fingerprint as fingerprint_of_words
 from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
-from unwall.schedule.standing import Numbers, Promise, Standing
+from unwall.schedule.standing import Promise, Said, Standing
 from unwall.shards.collectives import Ranks
 from unwall.shards.control import unpack_bits
 from unwall.shards.feign import Feigned
@@ -180,9 +180,10 @@ class Agreement:
         """Something that all ranks must call before they exchange words again."""
         self._standing.noted.append(what)
 
-    def step_with(self, values: "array[float]", names: Callable[[], list[str]]) -> None:
-        """A step begins. Where another rank takes it with other numbers, all ranks raise when they exchange words again."""
-        self._standing.stepped.append(Numbers(values, names))
+    def say(self, values: "array[float]", names: Callable[[], list[str]], advice: str) -> None:
+        """Numbers that must be the same on all ranks. Where they differ all ranks raise when they exchange words again, and say
+        which; ``advice``: what the user should do."""
+        self._standing.said.append(Said(values, names, advice))
 
     # -- faults: see [Note: faults] in schedule/standing.py -----------------------------------------------------------
 

@@ -24,6 +24,7 @@ there is nothing to tell: each has its own error, and all are at the same point.
 the others have come to the same (``fail_alone``).
 """
 
+import math
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,8 @@ APART = (
 )
 PATIENCE_S = 1.0
 """How long a rank that failed waits for the others before it raises its error."""
+CLOSE = 1e-5
+"""Numbers whose relative difference is less are taken to be the same."""
 ALIKE_S = 5.0
 """How long a rank that failed around a step waits for others that fail alike: they have just met, after the backward."""
 
@@ -57,12 +60,13 @@ class Promise(NamedTuple):
     """How many of the collectives that it consists of have begun."""
 
 
-class Numbers(NamedTuple):
-    """With which an optimizer has stepped."""
+class Said(NamedTuple):
+    """Numbers that must be the same on all ranks."""
 
     values: "array[float]"
-    """In single precision: the last bits of a cosine may differ between machines."""
     names: Callable[[], list[str]]
+    advice: str
+    """To a user whose ranks differ."""
 
 
 class Standing:
@@ -82,8 +86,8 @@ class Standing:
         """At a meeting of the kind WHOLE: what."""
         self.noted: list[str] = []
         """What else was called since the last meeting."""
-        self.stepped: list[Numbers] = []
-        """The numbers of each step since the last meeting."""
+        self.said: list[Said] = []
+        """Numbers of steps and of writes since the last meeting."""
         self.at: Op | None = None
         """The last collective."""
         self.failed = False
@@ -112,7 +116,7 @@ class Standing:
         rows = [Row(*row) for row in self._control.exchange(ANNOUNCED, mine, in_words(mine, self._names, self.called))]
         if any(row.kind == FAILED for row in rows):
             raise self._learn(rows)
-        if any(row.point != mine.point for row in rows):
+        if any(row.point != mine.point for row in rows) and not self._said_alike(rows):
             raise self.diverged(rows)
         return rows
 
@@ -142,14 +146,14 @@ class Standing:
 
     def _row(self, kind: int, group: int, script: int = 0, flags: int = 0) -> Row:
         calls, numbers = fingerprint(self.noted), 0
-        for step in self.stepped:
-            numbers = zlib.crc32(step.values, numbers) | 1
+        for said in self.said:
+            numbers = zlib.crc32(said.values, numbers) | 1
         return Row(self._control.model, kind, group, self.forwards, self.backwards, self.steps, calls, script, flags, numbers)
 
     def met(self) -> None:
         """All ranks have said what they did since they met last, and it was the same."""
         self.noted.clear()
-        self.stepped.clear()
+        self.said.clear()
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -261,9 +265,6 @@ class Standing:
 
     def diverged(self, rows: list[Row]) -> DivergedError:
         """The ranks are not at the same point, and all of them know it."""
-        numbers = {row.numbers for row in rows}
-        if len({row.point[:-1] for row in rows}) == 1 < len(numbers) and 0 not in numbers:
-            return self._stepped_apart()
         told = self._control.tell(self._place(rows[self._ranks.rank]))
         places = [
             f"rank {rank} is at {'another sharded model: ' if row.model != self._control.model else ''}{place}"
@@ -275,21 +276,26 @@ class Standing:
         )
         return DivergedError(self._apart)
 
-    def _stepped_apart(self) -> DivergedError:
-        mine = [pair for step in self.stepped for pair in zip(step.names(), step.values, strict=False)]
-        every = self._control.every(mine, "the numbers of a step")
-        differing = []
-        for name in dict.fromkeys(name for pairs in every for name, _ in pairs):
-            found = [[f"{value:.6g}" for known, value in pairs if known == name] for pairs in every]
-            if any(values != found[0] for values in found):
-                said = (f"{' and '.join(values) or 'missing'} on rank {rank}" for rank, values in enumerate(found))
-                differing.append(f"{name} is {', '.join(said)}")
-        self._apart = (
-            f"the ranks have stepped with different numbers: {'; '.join(differing[:5])}. Each rank updates its own part of "
-            "every parameter, so the model has become a mixture. Set the same on all ranks (a scheduler that looks at a loss "
-            "needs the same loss everywhere: average it over the ranks), and start them again from a checkpoint"
-        )
-        return DivergedError(self._apart)
+    def _said_alike(self, rows: list[Row]) -> bool:
+        """Whether the ranks differ only in the last bits of what they said (a cosine of another machine's). DivergedError where
+        they differ in nothing but that, and by more."""
+        numbers = {row.numbers for row in rows}
+        if len({row.point[:-1] for row in rows}) > 1 or (0 in numbers and len({row.kind for row in rows}) > 1):
+            return False
+        mine = [(*pair, said.advice) for said in self.said for pair in zip(said.names(), said.values, strict=False)]
+        every = self._control.every(mine, "numbers that must be the same on all ranks")
+        differing, advice = [], ""
+        for name, given in dict.fromkeys((name, advice) for row in every for name, _, advice in row):
+            found = [[value for known, value, _ in row if known == name] for row in every]
+            if not all(_close(values, found[0]) for values in found):
+                shown = (" and ".join(f"{value:.7g}" for value in values) or "none" for values in found)
+                differing.append(f"{name} is {', '.join(f'{text} on rank {rank}' for rank, text in enumerate(shown))}")
+                advice = advice or given
+        if differing:
+            self._apart = f"the ranks differ: {'; '.join(differing[:5])}. {advice}, and start them again from a checkpoint"
+            raise DivergedError(self._apart)
+        self.said.clear()
+        return True
 
     def _place(self, mine: Row) -> str:
         """Where this rank is, in words."""
@@ -302,6 +308,13 @@ class Standing:
         at = f"; its last collective: {in_words(self._row(*self.at), self._names, '')}" if self.at is not None else ""
         called = f"; it called {self.called}" if self.called else ""
         return f"in or after forward {self.forwards}, with {self.backwards} backwards, {self.steps} steps{at}{called}"
+
+
+def _close(some: Sequence[float], others: Sequence[float]) -> bool:
+    return len(some) == len(others) and all(
+        math.isclose(one, other, rel_tol=CLOSE) or (math.isnan(one) and math.isnan(other))
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _told(text: str) -> str:
