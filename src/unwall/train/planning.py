@@ -19,6 +19,7 @@ from unwall.planner.probe import Progress
 from unwall.planner.public import machine_of
 from unwall.planner.public import plan as choose
 from unwall.planner.read import read_dtype
+from unwall.planner.traffic import with_nodes
 from unwall.planner.words import count
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import BudgetError, TierName
@@ -162,7 +163,7 @@ def _for_states(plan: Plan, outline: Outline, load: Workload, machine: Hardware)
 def _predicted(outline: Outline, plan: Plan, machine: Hardware, ranks: int, load: Workload) -> Any:
     room = plan.budget_device_bytes or int(0.9 * machine.device_bytes)
     host = plan.budget_host_bytes or int(0.85 * machine.host_bytes) // machine.devices_per_node
-    return predict(make_job(outline, plan, ranks, load, room, host), machine)
+    return predict(make_job(outline, with_nodes(plan, machine, ranks), ranks, load, room, host), machine)
 
 
 def read_plan(path: Path) -> dict[str, Any]:
