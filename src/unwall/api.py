@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unwall.checkpoint.agree import agree
 from unwall.checkpoint.load_weights import load_waiting, load_weights
 from unwall.checkpoint.public import StrPath
-from unwall.optim.sharded import ShardedOptimizer
+from unwall.optim.guard import guard_plain_optimizers
 from unwall.parallel.alike import check_alike
+from unwall.parallel.given import check_model, check_plan, check_replicas, device_of, process_group
 from unwall.parallel.mesh import check_mesh, check_without_mesh, describe, everyone_in, read_mesh, roles_of, sizes_of
 from unwall.parallel.nodes import find_nodes
 from unwall.parallel.options import pipeline_options
@@ -35,7 +34,6 @@ from unwall.runtime.meta_buffers import fill_meta_buffers
 from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
 from unwall.runtime.resources import open_tiers, room_on
-from unwall.runtime.shared_memory import refuse_shared
 from unwall.runtime.shelf import Shelf
 from unwall.runtime.stats import Stats, read_stats
 from unwall.runtime.whole import lend
@@ -58,10 +56,10 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     from rank 0's values.
     """
     plan = Plan() if plan is None else plan
-    _check_plan(plan)
+    check_plan(plan)
     if building():
         raise RuntimeError("unwall.shard inside unwall.init: leave the init context first, the model's values are still paged")
-    _check_model(model)
+    check_model(model)
     if plan.partition_activations and (mesh is None or "tensor" not in roles_of(mesh).values()):
         where = "without a mesh" if mesh is None else f"over {describe(mesh)}"
         raise PlanError(f"partition_activations=True {where}: it needs a tensor-parallel dimension, 'tp'")
@@ -69,14 +67,12 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
         check_without_mesh(model)
     else:
         check_mesh(mesh, model)
-        _check_replicas(plan, mesh)
+        check_replicas(plan, mesh)
     unwritten: dict[object, str] = {id(param): name for name, param in model.named_parameters() if param.is_meta}
     unwritten |= fill_meta_buffers(model)
     forget_interrupted()
-    device = DeviceTier(_device(model, mesh), plan.budget_device_bytes, arenas=plan.arenas)
-    ranks, others = (
-        (Ranks(_process_group(None), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
-    )
+    device = DeviceTier(device_of(model, mesh), plan.budget_device_bytes, arenas=plan.arenas)
+    ranks, others = (Ranks(process_group(), device.device.type), None) if mesh is None else read_mesh(mesh, device.device.type)
     check_alike(plan, ranks, others)
     plan = find_nodes(plan, ranks, mesh)
     room = smallest(ranks.every(room_on(device.device, plan, paged_bytes(model))))
@@ -88,7 +84,7 @@ def shard(model: nn.Module, plan: Plan | None = None, mesh: DeviceMesh | None = 
     watch(made)
     if others is not None and others.everyone is not None and mesh is not None:
         others.peers = Peers(made, mesh)
-    _guard_plain_optimizers()
+    guard_plain_optimizers()
     load_waiting(model)
     model.__dict__["_is_accelerate_prepared"] = True  # Accelerate puts no DDP or autocast around it
     return model
@@ -118,7 +114,7 @@ def pipeline(
     from unwall.parallel.pipeline import pipeline as cut  # torch's pipelining takes long to import
 
     plan = Plan() if plan is None else plan
-    _check_plan(plan)
+    check_plan(plan)
     return cut(model, lambda part: shard(part, plan, mesh), engine, mesh, microbatches, loss, schedule, split)
 
 
@@ -171,7 +167,7 @@ def from_pretrained(
     from unwall.checkpoint.pretrained import build_empty, initialize_missing, refuse_missing  # imports transformers
 
     cuts = pipeline_options(mesh, microbatches, overrides)
-    ranks, error = Ranks(_process_group(None) if mesh is None else everyone_in(mesh)), None
+    ranks, error = Ranks(process_group() if mesh is None else everyone_in(mesh)), None
     try:
         model = build_empty(path, auto_class, dtype, overrides)
         if mesh is not None and sizes_of(mesh, "tensor"):
@@ -197,7 +193,7 @@ def init(plan: Plan | None = None, device: torch.device | str | None = None) -> 
     ``disk``, what exceeds half of the host's budget waits there. Inside another ``init`` it changes nothing: that one goes on.
     """
     plan = Plan() if plan is None else plan
-    _check_plan(plan)
+    check_plan(plan)
     where = None if device is None else torch.device(device)
     if where is not None and where.type not in ("cpu", "cuda"):
         raise ValueError(
@@ -209,7 +205,7 @@ def init(plan: Plan | None = None, device: torch.device | str | None = None) -> 
     if building():
         yield
         return
-    ranks = Ranks(_process_group(None))
+    ranks = Ranks(process_group())
     host_bytes = plan.budget_host_bytes
     if host_bytes is None:
         host_bytes = available_bytes() // local_ranks()
@@ -281,7 +277,7 @@ def move(model: nn.Module, plan: Plan) -> None:
     Only tiers, budgets and ``disk`` may differ from the plan of ``shard``. PlanError, before anything changes, where it does
     not fit; RuntimeError inside a pass, and while gradients are held. All ranks call it together.
     """
-    _check_plan(plan)
+    check_plan(plan)
     move_states(engine(model), plan)
 
 
@@ -331,101 +327,3 @@ def probe(disk: str | Path | None = None, refresh: bool = False) -> "Hardware":
     from unwall.planner.probe import probe as measure
 
     return measure(disk=disk, refresh=refresh)
-
-
-def _check_plan(plan: Plan) -> None:
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan is an unwall.Plan or None, got {type(plan).__name__}")
-    states = plan.params if plan.optimizer == "auto" else plan.optimizer
-    if (plan.grads == "device") != (states == "device") and plan.grads != "auto":
-        raise PlanError(
-            f"grads={plan.grads!r}: gradients land where the update runs, and the optimizer state is on {states!r} here; "
-            "use grads='auto' and choose the tier with optimizer="
-        )
-
-
-def _check_replicas(plan: Plan, mesh: DeviceMesh) -> None:
-    replicas = [name for name, role in roles_of(mesh).items() if role == "replicas" and mesh[name].size() > 1]
-    if replicas and plan.reduce_op == "sum":
-        raise PlanError(
-            f"reduce_op='sum' with replicas ({replicas[0]!r}): gradients are averaged over replicas. Use 'mean', and multiply "
-            "the loss by the number of ranks"
-        )
-
-
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"unwall.shard takes an nn.Module, got {type(model).__name__}")
-    for name, module in model.named_modules():
-        if engine_of(module) is not None:
-            what = "the model" if not name else f"its module {name}"
-            raise RuntimeError(f"{what} is already sharded: call unwall.shard once, on the whole model")
-    places: dict[torch.device, str] = {}
-    for name, param in model.named_parameters():
-        if param.is_complex():
-            raise ValueError(f"parameter {name} is complex, which no optimizer here updates: hold it as view_as_real")
-        if param.layout is not torch.strided:
-            raise ValueError(f"parameter {name} is {param.layout}, expected a dense one: hold its values() as the parameter")
-        if engine_of(param) is not None:
-            raise RuntimeError(f"parameter {name} belongs to another sharded model: shard the model that holds both")
-        places.setdefault(param.device, name)
-    if len(places) > 1:
-        listed = ", ".join(f"{name} on {device}" for device, name in places.items())
-        raise ValueError(f"all parameters must be on one device before sharding, got {listed}: move them with model.to(...)")
-    refuse_shared(model.named_parameters(), model.named_buffers())
-
-
-def _device(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    if mesh is not None and mesh.device_type == "cpu":
-        return torch.device("cpu")
-    first = next(model.parameters(), None)
-    if first is not None and first.is_cuda:
-        return first.device
-    return default_device()
-
-
-def _process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        if dist.is_available() and dist.is_initialized():
-            return dist.group.WORLD
-        if _world_size() > 1:
-            raise RuntimeError(
-                f"this is one of {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE), but torch.distributed is not initialised: call "
-                "torch.distributed.init_process_group() first, or every rank would train a model of its own"
-            )
-        return None
-    data = [name for name, role in roles_of(mesh).items() if role == "data"]
-    return None if not data else mesh.get_group() if mesh.ndim == 1 else mesh.get_group(data[0])
-
-
-def _world_size() -> int:
-    """How many ranks the launcher has started."""
-    said = os.environ.get("WORLD_SIZE", "1")
-    try:
-        return int(said)
-    except ValueError:
-        raise RuntimeError(
-            f"WORLD_SIZE is {said!r} in the environment, expected a whole number: torchrun sets it; unset it for one process"
-        ) from None
-
-
-_guarded = False
-
-
-def _guard_plain_optimizers() -> None:
-    """A plain torch optimizer over sharded parameters would update placeholders, and nothing that counts: say so."""
-    global _guarded
-    if _guarded:
-        return
-    _guarded = True
-
-    def check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if isinstance(optimizer, ShardedOptimizer) or getattr(optimizer, "_unwall_inner", False):
-            return
-        if any(engine_of(param) is not None for group in optimizer.param_groups for param in group["params"]):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} was built over a sharded model's parameters and would update placeholders: "
-                "use unwall.AdamW(model.parameters(), ...) or unwall.wrap(optimizer), after unwall.shard"
-            )
-
-    register_optimizer_step_pre_hook(check)

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -17,7 +16,7 @@ from unwall.checkpoint.directory import claim, complete, finish_removals, remove
 from unwall.checkpoint.manifest import MANIFEST
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "tiers"))
-from tier_tools import tmpfs
+from tier_tools import make_read_only, tmpfs
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +104,7 @@ def test_two_saves_at_once_into_one_directory(tmp_path, model):
 def test_a_directory_that_cannot_be_written(tmp_path, model):
     with tmpfs(tmp_path / "small", 1 << 20) as folder:
         unwall.save(folder, model, extra="there")
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        make_read_only(folder)
         for block in (True, False):
             with pytest.raises(OSError, match=str(folder)) as caught:
                 unwall.save(folder, model, block=block)

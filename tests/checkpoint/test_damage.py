@@ -13,6 +13,7 @@ from torch import nn
 import unwall
 from unwall.checkpoint.manifest import MANIFEST, dumps, loads
 from unwall.checkpoint.validation import read_manifest
+from unwall.checkpoint.waiting import Waiting
 from unwall.plans import Plan
 
 SETUP = Setup(blocks=2)
@@ -236,4 +237,39 @@ def test_what_was_read_into_a_fresh_optimizer_is_taken_back(ranks, tmp_path, wor
     for told, changed, wrong in ranks(world).run(load_into_a_fresh_one, tmp_path):
         assert "is damaged: exp_avg_sq of" in told
         assert changed == []
+        assert wrong == []
+
+
+def load_where_one_cannot_undo(path):
+    """The last byte is damaged, and rank 1 cannot take back what it had read by then. What each rank was told."""
+    rank, _ = rank_and_world()
+    model, optimizer = begin(SETUP, TIERS["host"], path)
+    step(model, optimizer, SETUP, 0)
+    good, bad = (unwall.save(path / "saved", model, optimizer) for _ in range(2))
+    expected = everything(model, optimizer)
+    fresh, trained = begin(SETUP, TIERS["host"], path)
+    if rank == 0:
+        file = bad / "rank-00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    undo = Waiting.undo
+    if rank == 1:
+        Waiting.undo = _cannot_undo
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            unwall.load(bad, fresh, trained)
+    finally:
+        Waiting.undo = undo
+    unwall.load(good, fresh, trained)
+    return str(caught.value), differing(expected, everything(fresh, trained))
+
+
+def _cannot_undo(waiting):
+    raise OSError(f"group {waiting.goal.group.name} is out of reach")
+
+
+def test_every_rank_is_told_of_states_that_one_could_not_set_back(ranks, tmp_path):
+    for told, wrong in ranks(2).run(load_where_one_cannot_undo, tmp_path):
+        assert "rank-00000.safetensors is damaged" in told
+        assert "could not be set back: on rank 1" in told
+        assert "is out of reach" in told
         assert wrong == []

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from checkpoint_tools import TIERS, Setup, begin, differing, everything, run, st
 from ranks import fork_context, rank_and_world
 
 import unwall
-from unwall.checkpoint import stream
+from unwall.checkpoint import directory, stream
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "tiers"))
 from tier_tools import tmpfs
@@ -158,3 +159,25 @@ def test_one_rank_that_cannot_write_is_everyones_error(ranks, tmp_path, how):
     assert differing(results[0][2], found) == []
     expected, _ = ranks(2).run(run, tmp_path, "host", 0, 2)[0]
     assert differing(expected, found) == []
+
+
+def saved_where_nothing_can_be_removed(path):
+    """Rank 1 cannot write, and rank 0 cannot remove what there is. What each rank was told."""
+    model, optimizer = begin(SETUP, TIERS["host"], path)
+    write, tools = stream.OutStream._write, directory.shutil
+    stream.OutStream._write = _failing
+    directory.shutil = SimpleNamespace(rmtree=lambda *_, **__: None)
+    try:
+        with pytest.raises(OSError, match="the drive is gone") as caught:
+            unwall.save(path / "saved", model, optimizer)
+    finally:
+        stream.OutStream._write, directory.shutil = write, tools
+    unwall.save(path / "saved", model, optimizer)
+    return " ".join(caught.value.__notes__), [found.name for found in directory.complete(path / "saved")]
+
+
+def test_every_rank_is_told_what_is_left_of_a_failed_save(ranks, tmp_path):
+    for told, complete in ranks(2).run(saved_where_nothing_can_be_removed, tmp_path):
+        assert "checkpoint-000001 of the save that failed could not be removed: no load sees it" in told
+        assert len(complete) == 1
+    assert len(list((tmp_path / "saved").glob("checkpoint-*"))) == 1

@@ -3,12 +3,15 @@
 [Note: block by block]
 Checksums are over runs that end at the blocks of a file (checksums.py). So this goes through the files block by block, and
 reads of each block all runs of which anything is wanted. On the way to its place, or to a buffer, a run is checked: one pass
-over memory. The order is that of the states: a training that is resumed as it was goes through each file from its beginning to
-its end. What has no place in memory that can be written directly (states on disk, other dtypes) is put in chunks, each when its
-last byte is there. A block may hold bytes of chunks that come later; they get a buffer ahead of their turn while there are
-some, otherwise the block is read once more when their turn has come. So memory stays bounded, whatever the layout is.
+over memory. A reader takes a few MiB of its block at a time: what it reads into stays small, and the readers do not all check
+at once, which would leave the drive without work. The order is that of the states: a training that is resumed as it was goes
+through each file from its beginning to its end. What has no place in memory that can be written directly (states on disk, other
+dtypes) is put in chunks, each when its last byte is there. A block may hold bytes of chunks that come later; they get a buffer
+ahead of their turn while there are some, otherwise the block is read once more when their turn has come. So memory stays
+bounded, whatever the layout is.
 """
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,17 +19,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from unwall.checkpoint.checksums import BLOCK_BYTES
+from unwall.checkpoint.checksums import BLOCK_BYTES, checked_runs
 from unwall.checkpoint.copying import copy_flat
 from unwall.checkpoint.goals import Goal, Source, gaps, sources
 from unwall.checkpoint.in_file import Bounce
 from unwall.checkpoint.lots import CHUNK_ELEMENTS
-from unwall.checkpoint.reader import THREADS, CheckpointFiles, Run, runs_of_blocks
+from unwall.checkpoint.reader import CheckpointFiles, Run, runs_of_blocks
 from unwall.native.checksum import crc32, crc32_copy, crc32_split
 from unwall.native.memory import HostMemory
 from unwall.tiers.sizes import align_up
 
-BLOCKS_AHEAD = 6
+READERS = 8
+"""Threads. More than a drive needs, because some of them check while others read."""
+READ_BYTES = 4 << 20
+"""What a reader takes at once of its block."""
+BLOCKS_AHEAD = 10
 """Blocks that are asked for, or read and not yet taken."""
 BUFFERS = 24
 """Less those that the files keep of what was verified: both have a block's size."""
@@ -85,6 +92,8 @@ class BlockReading:
         self._left: dict[_Key, list[_Part]] = defaultdict(list)
         """What is still wanted of each block."""
         self._spare: list[torch.Tensor] = []
+        self._bounces: list[Bounce] = []
+        """What readers read into."""
         self._open = 0
         self._buffers = max(BUFFERS - files.kept_blocks, min(BUFFERS, FEWEST_BUFFERS))
         self._under_way: deque[tuple[list[_Part], Future[None]]] = deque()
@@ -107,7 +116,7 @@ class BlockReading:
 
     def run(self) -> None:
         """CheckpointError, naming file and tensor, where a byte is wrong: what was put by then is of no use."""
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="unwall load") as threads:
+        with ThreadPoolExecutor(READERS, thread_name_prefix="unwall load") as threads:
             try:
                 for chunk in self._chunks:
                     self._read_chunk(threads, chunk)
@@ -186,18 +195,19 @@ class BlockReading:
         """On a thread of its own: one block, checked on the way to where it belongs."""
         file = key[0]
         parts = sorted(parts, key=lambda part: part[0].offset)
-        low, high = parts[0][0].offset, max(source.offset + source.nbytes for source, _ in parts)
-        runs = [run for run in self._known[key] if run.offset < high and run.end > low]
-        low, high = runs[0].offset, runs[-1].end
-        with self._files.bounce() as bounce:
-            first = self._files.fetch(file, low, high - low, runs[0].tensor, bounce, past_cache=True)
-            at = 0
-            for run in runs:
-                inside = at
-                while at < len(parts) and parts[at][0].offset < run.end:
-                    at += 1
-                if at > inside and _check(run, parts[inside:at], bounce, first - low) != run.crc:
-                    raise self._files.damaged(file, run)
+        checks = [check for run in self._known[key] if (check := _RunCheck(run, parts)).parts]
+        low, high = checks[0].run.offset, checks[-1].run.end
+        bounce = self._bounces.pop() if self._bounces else Bounce(READ_BYTES)
+        for start, nbytes in checked_runs(low, high - low, READ_BYTES):
+            inside = [check for check in checks if check.run.offset < start + nbytes and check.run.end > start]
+            if not inside:  # nothing of it is wanted
+                continue
+            first = self._files.fetch(file, start, nbytes, inside[0].run.tensor, bounce, past_cache=True)
+            for check in inside:
+                check.take(start, start + nbytes, bounce, first - start)
+                if check.run.end <= start + nbytes and check.crc != check.run.crc:
+                    raise self._files.damaged(file, check.run)
+        self._bounces.append(bounce)
 
 
 def _writable(goal: Goal) -> Goal:
@@ -208,29 +218,45 @@ def _writable(goal: Goal) -> Goal:
     return Goal(goal.group, goal.tensors, goal.dtype, goal.otherwise, goal.put)
 
 
-def _check(run: Run, parts: list[_Part], bounce: Bounce, shift: int) -> int:
-    """Copies what is wanted of a run. Gives the checksum of all of it."""
-    address, crc, done, shared = bounce.bytes.data_ptr() + shift, 0, run.offset, False
-    for source, chunk in parts:
-        shared |= source.offset < done
-        if source.offset > done:
-            crc = crc32(address + done, source.offset - done, crc)
-        crc = _copy(chunk, source, bounce, shift, crc)
-        done = max(done, source.offset + source.nbytes)
-    if shared:  # two parameters take the same bytes: tied when they were saved
-        return crc32(address + run.offset, run.end - run.offset)
-    return crc32(address + done, run.end - done, crc) if done < run.end else crc
+class _RunCheck:
+    """A run, and what is wanted of it, while it is read."""
+
+    def __init__(self, run: Run, parts: list[_Part]) -> None:
+        """``parts``: of the whole block, sorted."""
+        self.run = run
+        self.parts = [part for part in parts if run.offset <= part[0].offset < run.end]
+        self.crc = 0
+        """Of what was read by now."""
+        ends = itertools.accumulate((source.offset + source.nbytes for source, _ in self.parts), max)
+        self._shared = any(source.offset < end for (source, _), end in zip(self.parts[1:], ends, strict=False))
+        """Two parameters take the same bytes: tied when they were saved."""
+
+    def take(self, low: int, high: int, bounce: Bounce, shift: int) -> None:
+        """Copies what is wanted of the run's bytes from ``low`` to ``high``, which the buffer holds from ``low + shift`` on."""
+        low, high, address = max(low, self.run.offset), min(high, self.run.end), bounce.bytes.data_ptr() + shift
+        crc, done = self.crc, low
+        for source, chunk in self.parts:
+            start, end = max(source.offset, low), min(source.offset + source.nbytes, high)
+            if start < end:
+                if start > done:
+                    crc = crc32(address + done, start - done, crc)
+                crc = _copy(chunk, source.at + start - source.offset, bounce.bytes[start + shift : end + shift], crc)
+                done = max(done, end)
+        if self._shared:
+            self.crc = crc32(address + low, high - low, self.crc)
+        else:
+            self.crc = crc32(address + done, high - done, crc) if done < high else crc
 
 
-def _copy(chunk: _Chunk, source: Source, bounce: Bounce, shift: int, crc: int) -> int:
-    goal, start = chunk.goal, bounce.bytes.data_ptr() + shift + source.offset
+def _copy(chunk: _Chunk, at: int, read: torch.Tensor, crc: int) -> int:
+    """Bytes to where they belong: ``at`` counts from the start of the owned run. Gives the checksum, with what came before."""
+    goal = chunk.goal
     if goal.halves is not None:
-        half, rest = (part.data_ptr() + source.at // 2 for part in goal.halves)
-        return crc32_split(half, rest, start, source.nbytes // 4, crc)
+        half, rest = (part.data_ptr() + at // 2 for part in goal.halves)
+        return crc32_split(half, rest, read.data_ptr(), read.numel() // 4, crc)
     target = goal.place if goal.place is not None else chunk.values
-    at = source.at - chunk.low * goal.dtype.itemsize
+    at -= chunk.low * goal.dtype.itemsize
     if target.device.type == "cpu":
-        return crc32_copy(target.data_ptr() + at, start, source.nbytes, crc)
-    read = bounce.bytes[shift + source.offset : shift + source.offset + source.nbytes]
-    copy_flat(target.view(torch.uint8)[at : at + source.nbytes], read)
-    return crc32(start, source.nbytes, crc)
+        return crc32_copy(target.data_ptr() + at, read.data_ptr(), read.numel(), crc)
+    copy_flat(target.view(torch.uint8)[at : at + read.numel()], read)
+    return crc32(read.data_ptr(), read.numel(), crc)

@@ -82,12 +82,20 @@ class Claimed:
         (self.path / _WRITING).unlink(missing_ok=True)
         self._let_go()
 
-    def discard(self) -> None:
-        """The save failed: nothing is left of it. Its manifest goes first, if it was there by then: none is ever half there."""
+    def discard(self) -> str | None:
+        """The save failed: nothing is left of it. Its manifest goes first, if it was there by then: none is ever half there.
+        Gives what is to be said where that fails, too."""
+        there, complete = True, False
         with contextlib.suppress(OSError), _locked(self.path.parent):
             (self.path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            there, complete = self.path.exists(), (self.path / MANIFEST).exists()
         self._let_go()
+        if not there:
+            return None
+        after = "it looks complete: remove it before the next load" if complete else "no load sees it, the next save removes it"
+        return f"{self.path} of the save that failed could not be removed: {after}"
 
     def _let_go(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

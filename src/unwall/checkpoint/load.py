@@ -86,38 +86,44 @@ def _prepare(path: Path, engine: Engine, meeting: Meeting, model: nn.Module, opt
             error = failure
         answers = meeting.agree(error, [] if prepared is None else list(prepared.waiting))
         assert prepared is not None
-        everywhere = set.intersection(*(set(answers[rank]) for rank in stages.peers))
-        for key in [key for key in prepared.waiting if key not in everywhere]:
-            prepared.waiting.pop(key).forgo()
         try:
+            everywhere = set.intersection(*(set(answers[rank]) for rank in stages.peers))
+            for key in [key for key in prepared.waiting if key not in everywhere]:
+                prepared.waiting.pop(key).forgo()
             _forget(engine)
             _verify(engine, prepared, meeting)
         except BaseException as failure:
             error = failure
         meeting.agree(error)
     except BaseException as failure:
-        if prepared is not None:
-            prepared.files.close()
-            _undo(prepared, failure)
+        kept = meeting.after_failure([] if prepared is None else _undo(prepared))
+        if any(kept.values()):
+            raise RuntimeError(_not_undone(kept, failure, directory)) from failure
         raise
     return prepared
 
 
-def _undo(prepared: _Prepared, failure: BaseException) -> None:
-    """Whatever was read is forgotten: what waits beside the states first, which cannot fail. RuntimeError, naming all states
-    that could not be set back to their first values: the others have been."""
+def _undo(prepared: _Prepared) -> list[str]:
+    """Whatever was read is forgotten: what waits beside the states first, which cannot fail. Gives an error for each state that
+    could not be set back to its first values: the others have been."""
+    prepared.files.close()
     kept: list[str] = []
     for waiting in sorted(prepared.waiting.values(), key=lambda waiting: waiting.spares is None):
         try:
             waiting.undo()
-        except Exception as error:
-            kept.append(str(error))
+        except BaseException as error:  # an interrupt, too: the other ranks wait for what this one has to say
+            kept.append(str(error) or type(error).__name__)
     prepared.waiting.clear()
-    if kept:
-        raise RuntimeError(
-            f"{failure}. But {len(kept)} states that had been read by then could not be set back, and hold a part of "
-            f"{prepared.files.directory} now ({'; '.join(kept)}): load a checkpoint before training goes on"
-        ) from failure
+    return kept
+
+
+def _not_undone(kept: dict[int, list[str]], failure: BaseException, directory: Path) -> str:
+    """The message where a load failed, and some ranks could not set back what they had read. All ranks raise it."""
+    ranks = [f"on rank {rank} {len(errors)} states ({'; '.join(errors)})" for rank, errors in kept.items() if errors]
+    return (
+        f"{failure}. But what had been read by then could not be set back: {', '.join(ranks)} hold a part of {directory} now. "
+        "Load a checkpoint before training goes on"
+    )
 
 
 def _match(directory: Path, engine: Engine, model: nn.Module, optimizers: Optimizers, stages: Stages) -> _Prepared:

@@ -1,6 +1,7 @@
 """How the ranks of a model talk about a checkpoint: over a group of their own, because a save may go on beside training."""
 
 import atexit
+import contextlib
 import datetime
 import pickle
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class Meeting:
     def __init__(self, ranks: Ranks) -> None:
         self.rank = ranks.rank
         self.size = ranks.size
+        self.all_failed = False
+        """Whether the last ``agree`` has raised on every rank."""
         self._group: Any = None if ranks.size == 1 else _group(ranks)
 
     def every(self, thing: Any) -> list[Any]:
@@ -63,23 +66,32 @@ class Meeting:
 
     def agree(self, error: BaseException | None, thing: Any = None) -> list[Any]:
         """Every rank's object, if all of them have one. Otherwise each rank raises its own error, or what the others' are."""
+        self.all_failed = False
         answers = self.every((None if error is None else _told(error), thing))
-        if error is not None:
-            raise error
         failed = [f"rank {rank}: {told[1]}" for rank, (told, _) in enumerate(answers) if told is not None]
-        if failed:
+        if error is None and failed:
             kind = next(told[0] for told, _ in answers if told is not None)
-            raise (OSError if kind == "OSError" else FileNotFoundError if kind == "FileNotFoundError" else CheckpointError)(
-                "; ".join(failed)
-            )
+            kinds = {"OSError": OSError, "FileNotFoundError": FileNotFoundError}
+            error = kinds.get(kind, CheckpointError)("; ".join(failed))
+        if error is not None:
+            self.all_failed = True
+            raise error
         return [thing for _, thing in answers]
+
+    def after_failure(self, thing: Any) -> dict[int, Any]:
+        """Every rank's object once more, by rank, after all of them have failed. Where that is not so, or where one of them has
+        gone since, this rank's own: nobody is waited for in vain."""
+        if self.all_failed:
+            with contextlib.suppress(CheckpointError):
+                return dict(enumerate(self.every(thing)))
+        return {self.rank: thing}
 
 
 def _told(error: BaseException) -> tuple[str, str]:
-    """What the others are told of an error: what kind it is, and its text."""
+    """What the others are told of an error: what kind it is, and its text with its notes."""
     kinds = ("FileNotFoundError", "OSError")
     kind = next((base.__name__ for base in type(error).__mro__ if base.__name__ in kinds), "")
-    return kind, f"{type(error).__name__}: {error}"
+    return kind, "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
 def _group(ranks: Ranks) -> Any:

@@ -64,9 +64,11 @@ class Save:
         try:
             parts = self._meeting.agree(error, written)
             self._finish(parts)
-        except BaseException:
-            if self._claimed is not None:
-                self._claimed.discard()
+        except BaseException as failure:
+            left = None if self._claimed is None else self._claimed.discard()
+            for note in self._meeting.after_failure(left).values():
+                if note is not None:
+                    failure.add_note(note)
             raise
         # Not before: whatever goes wrong here, or interrupts it, must not cost the new checkpoint when old ones have gone.
         if self._claimed is not None and self._keep is not None:
