@@ -27,7 +27,7 @@ class Gate:
         read, wait = LotReader.read, Loan.wait
 
         def held_back(reader, lot):
-            assert self.open.wait(60)
+            assert self.open.wait(200)
             yield from read(reader, lot)
 
         def counted(loan):

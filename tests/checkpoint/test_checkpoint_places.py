@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -18,7 +17,7 @@ from unwall.checkpoint.directory import claim, complete, finish_removals, remove
 from unwall.checkpoint.manifest import MANIFEST
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "tiers"))
-from tier_tools import tmpfs
+from tier_tools import make_read_only, tmpfs
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ def test_a_process_that_was_forked_during_a_save_does_not_keep_its_locks(tmp_pat
 def test_a_directory_that_cannot_be_written(tmp_path, model):
     with tmpfs(tmp_path / "small", 1 << 20) as folder:
         unwall.save(folder, model, extra="there")
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        make_read_only(folder)
         for block in (True, False):
             with pytest.raises(OSError, match=str(folder)) as caught:
                 unwall.save(folder, model, block=block)

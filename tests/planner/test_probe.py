@@ -117,12 +117,12 @@ def test_real_measurements(monkeypatch, tmp_path):
     monkeypatch.setattr(measure, "UPDATE_NUMEL", 1 << 18)
     monkeypatch.setattr(measure, "LIMIT_S", 0.05)
     cpu = torch.device("cpu")
-    assert all(1e7 < rate < 1e12 for rate in measure.copies(cpu))
-    assert 1e7 < measure.update_rate(2) < 1e12
-    assert 1e7 < measure.matmul_rate(torch.float32, cpu) < 1e14
+    assert all(1e5 < rate < 1e13 for rate in measure.copies(cpu))
+    assert 1e5 < measure.update_rate(2) < 1e13
+    assert 1e5 < measure.matmul_rate(torch.float32, cpu) < 1e15
     flops, fixed = measure.block_rate(torch.float32, cpu)
-    assert 1e7 < flops < 1e14
+    assert 1e5 < flops < 1e15
     assert 0 <= fixed < 1e-3
-    assert all(1e6 < rate < 1e12 for rate in measure.disk_rates(tmp_path))
+    assert all(1e4 < rate < 1e13 for rate in measure.disk_rates(tmp_path))
     assert list(tmp_path.iterdir()) == []
     assert measure.collective_rate(cpu) == 0.0

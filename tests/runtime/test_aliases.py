@@ -155,7 +155,7 @@ def test_writing_to_what_was_kept_is_told_and_harms_nobody(tmp_path):
 def test_nothing_is_said_where_nothing_is_kept(tmp_path):
     model, optimizer = start("host", tmp_path, tight=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", RuntimeWarning)
         for seed in range(3):
             iterate(model, optimizer, seed)
         model(torch.randn(2, WIDTH))  # a graph that is abandoned

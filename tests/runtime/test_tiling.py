@@ -111,6 +111,48 @@ def test_tiles_over_two_ranks(stage, placement, ranks, tmp_path):
     assert results[1][0] == results[0][0]
 
 
+class Whole(nn.Module):
+    """Of whole numbers, so small that no order of summation loses anything: what is rounded, is rounded by the dtype alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(23, 8, padding_idx=2), nn.Linear(8, 23, bias=False)
+        self.up, self.again, self.down = nn.Linear(8, 24), nn.Linear(24, 24), nn.Linear(24, 8, bias=False)
+        self.head.weight = self.embed.weight
+        source = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randint(-1, 2, param.shape, generator=source))
+            self.embed.weight.mul_(5)
+
+    def forward(self, ids):
+        return self.head(self.down(self.again(self.again(self.up(self.embed(ids))))))
+
+
+def gradients_of_whole_numbers(fields):
+    model = Whole()
+    params = unwall.shard(model, Plan(passes=2, **fields)).parameters()
+    ids = torch.arange(20).view(2, 10) * 7 % 23
+    for signs in (1, -3):  # two passes
+        logits = model(ids)
+        (logits.float() * ((torch.arange(23) % 3 - 1) * signs)).sum().backward()
+    return logits.detach(), [param.grad.clone() for param in params]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_round_where_the_whole_does_and_nowhere_else(dtype, tmp_path):
+    """A tied weight, a bias, a layer that is called twice, and several passes: the same bits where sums are exact."""
+    logits, grads = gradients_of_whole_numbers({"compute_dtype": dtype, **PLACEMENTS["device"]})
+    largest = max(grad.abs().max().item() for grad in grads)
+    assert 2**12 < largest < 2**22
+    for placement in PLACEMENTS.values():
+        fields = {"compute_dtype": dtype, "tiles": 3, "disk": str(tmp_path), **placement}
+        found, parts = gradients_of_whole_numbers(fields)
+        assert torch.equal(found, logits)
+        for part, grad in zip(parts, grads, strict=True):
+            assert torch.equal(part, grad)
+
+
 def test_a_layer_of_eight_times_the_device_budget_trains_within_it():
     width = 1024  # 4 MiB
 
@@ -349,3 +391,44 @@ def test_the_loss_without_logits_reads_a_head_in_tiles():
     assert found.item() == pytest.approx(loss.item(), rel=1e-6)
     for (name, param), other in zip(model.named_parameters(), expected.named_parameters(), strict=True):
         torch.testing.assert_close(param.grad.clone(), other[1].grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Scored(nn.Module):
+    def __init__(self, chunk_tokens):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.chunk_tokens = nn.Linear(16, 16), nn.Linear(16, 64), chunk_tokens
+
+    def forward(self, x, labels):
+        hidden = torch.tanh(self.body(x))
+        return unwall.nn.linear_cross_entropy(hidden, self.head.weight, labels, self.head.bias, chunk_tokens=self.chunk_tokens)
+
+
+def scored(chunk_tokens, tiles):
+    model = unwall.shard(
+        Scored(chunk_tokens), Plan(tiles=tiles, activations="keep", device_bytes="20KiB", **PLACEMENTS["host"])
+    )
+    source = torch.Generator().manual_seed(1)
+    x, labels = torch.randn(1024, 16, generator=source), torch.randint(0, 64, (1024,), generator=source)
+    unwall.stats(model).reset()
+    loss = model(x, labels)
+    loss.backward()
+    read = unwall.stats(model).links["host>device"].moved_bytes
+    return loss.item(), read, {name: param.grad.clone().float() for name, param in model.named_parameters()}
+
+
+def test_the_loss_adds_up_a_tiles_gradient_in_fp32_and_reads_it_once():
+    """bf16, 128 chunks of tokens: as for a head in one piece."""
+    loss, _, whole = scored(8, 1)
+    found, read, grads = scored(8, 4)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert read == scored(1024, 4)[1]
+    for name, grad in whole.items():
+        assert (grads[name] - grad).norm() < 4e-3 * grad.norm(), name
+
+
+def test_labels_outside_of_a_tiled_head_raise():
+    model = unwall.shard(Scored(8), Plan(tiles=4))
+    for label in (64, -1):
+        with pytest.raises(IndexError, match="a head of 64 rows was given labels outside"):
+            model(torch.randn(1, 16), torch.tensor([label]))

@@ -9,12 +9,13 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 250.0
 RUN_LIMIT_S = 120.0
 AFTER_FAILURE_S = 5.0
 """How long the other ranks get to report once one has failed: they may be waiting for it in a collective."""
+
+
+_ENVIRONMENT = dict(os.environ)
+"""As it is before any test has changed it."""
 
 
 class RankError(AssertionError):
@@ -41,7 +46,25 @@ def fork_context() -> Any:
     exists. Nothing of unwall is imported in the server."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torch.testing", "pytest", "transformers.modeling_utils"])
+    now = dict(os.environ)
+    try:
+        _set_environment(_ENVIRONMENT)  # every later process has that of the server, not that of the test which starts it
+        forkserver.ensure_running()
+    finally:
+        _set_environment(now)
     return context
+
+
+def _set_environment(values: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(values)
+
+
+def forget_what_others_kept() -> None:
+    """Whether garbage is looked for depends on whether it was found before, in the whole process: see shards/flat.py."""
+    flat = sys.modules.get("unwall.shards.flat")
+    if flat is not None:
+        flat.FlatBuffer.in_vain = 0
 
 
 class RankPool:
@@ -171,6 +194,7 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection,
 
 
 def _answer(message: bytes) -> bytes:
+    forget_what_others_kept()
     # Plain pickle, not the pipe's own: that one would share tensors through file descriptors that die with the rank.
     try:
         fn, args, kwargs = pickle.loads(message)

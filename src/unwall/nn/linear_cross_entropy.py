@@ -6,12 +6,12 @@ the matrix product and the loss run over a few tokens at a time. Forward keeps t
 of exponentials, and the loss); backward computes each chunk's logits again. That is one more product with the head's matrix.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.overrides import has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
 Reduction = Literal["mean", "sum", "none"]
@@ -19,6 +19,15 @@ CHUNK_BYTES = 256 << 20
 """What the logits of a chunk take in fp32, unless ``chunk_tokens`` says otherwise."""
 MIN_CHUNK_TOKENS = 256
 """Fewer would waste the matrix units."""
+
+
+class Options(NamedTuple):
+    """What the loss of a token depends on, and how many of them are held at a time."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    chunk_tokens: int
 
 
 def linear_cross_entropy(
@@ -48,11 +57,11 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         chunk_tokens = max(MIN_CHUNK_TOKENS, CHUNK_BYTES // (4 * max(1, weight.shape[0])))
     flat = labels.reshape(-1).to(x.device)
-    options = (ignore_index, label_smoothing, z_loss, chunk_tokens)
+    options = Options(ignore_index, label_smoothing, z_loss, chunk_tokens)
     tokens = x.reshape(-1, x.shape[-1])
     losses: torch.Tensor
     if in_tiles:
-        losses = _chunk_by_chunk(tokens, weight, bias, flat, options)
+        losses = handle_torch_function(chunk_by_chunk, (weight,), tokens, weight, bias, flat, options)
     else:
         losses = _LinearCrossEntropy.apply(tokens, weight, bias, flat, options)
     if reduction == "none":
@@ -89,15 +98,15 @@ def _check(
         raise ValueError(f"chunk_tokens is a whole number above 0, got {chunk_tokens!r}")
 
 
-def _chunk_by_chunk(
+def chunk_by_chunk(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     labels: torch.Tensor,
-    options: tuple[int, float, float, int],
+    options: Options,
 ) -> torch.Tensor:
-    """The same for a weight that is never there as a whole (a sharded model's, in tiles): torch's own operators, recomputed in
-    backward."""
+    """The same for a weight of a class that has functions of its own: torch's own operators, recomputed in backward. One that
+    is never there as a whole has this function among its own (a sharded model's: runtime/tiled_loss.py)."""
     ignore_index, smoothing, z_loss, chunk = options
 
     def losses(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -126,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         labels: torch.Tensor,  # [tokens]
-        options: tuple[int, float, float, int],
+        options: Options,
     ) -> torch.Tensor:
         ignore_index, smoothing, z_loss, chunk = options
         counted = labels != ignore_index

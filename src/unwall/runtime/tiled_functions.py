@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unwall.nn.linear_cross_entropy import Options, chunk_by_chunk
 from unwall.runtime.tile_views import TileView, getter, part_of
 from unwall.runtime.tiled_embedding import Lookup, lookup
+from unwall.runtime.tiled_loss import TiledLoss, losses
 from unwall.runtime.tiled_product import Product, Stretch, product
 from unwall.runtime.tiling import Tiling
 
@@ -80,6 +82,14 @@ def _embedding(
     return lookup(Lookup(tiling, weight, padding, scale_grad_by_freq), input)
 
 
+def _losses(tiling: Tiling, x: T, weight: T, bias: T | None, labels: T, options: Options) -> T | None:
+    if _is_tiled(tiling, x) or _is_tiled(tiling, bias):
+        return None
+    if not isinstance(weight, nn.Parameter):  # a part of one, or its transpose
+        return chunk_by_chunk(x, weight, bias, labels, options)
+    return losses(TiledLoss(tiling, weight, labels, options, _autocast(x.device)), x, bias)
+
+
 def _grouped(tiling: Tiling, input: T, weight: T, offs: T | None = None, bias: T | None = None, **others: Any) -> T | None:
     """The rows of ``input`` lie in the order of the experts; ``offs`` says where those of each end."""
     part = part_of(weight)
@@ -142,6 +152,7 @@ def _to(tiling: Tiling, value: T, *args: Any, **kwargs: Any) -> T | None:
 _FUNCTIONS: dict[Any, Callable[..., T | None]] = {
     nn.functional.linear: _linear,
     nn.functional.embedding: _embedding,
+    chunk_by_chunk: _losses,
     **dict.fromkeys((torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm), _matmul),
     **dict.fromkeys((torch.addmm, T.addmm), _addmm),
     **dict.fromkeys((torch.transpose, T.transpose, T.t, torch.t, getter("T")), _flip),

@@ -99,7 +99,7 @@ class _TiledProduct(torch.autograd.Function):
             (inputs,) = ctx.saved_tensors
             wanted = job.param.requires_grad and job.tiling.wants_gradient(ctx, job.param)
             needed = ctx.needs_input_grad[0]
-            grad_inputs = _Sum(grad, ctx.rows, len(job.tiles), job.across) if needed else None
+            grad_inputs = Sum(grad, ctx.rows, len(job.tiles), job.across) if needed else None
             with torch.autocast(grad.device.type, enabled=False):
                 for tile in reversed(job.tiles):  # those read last in forward are likely to be here still
                     if grad_inputs is not None:
@@ -135,7 +135,7 @@ def _along(inputs: torch.Tensor, bias: torch.Tensor | None, job: Product) -> tor
 
 def _across(inputs: torch.Tensor, job: Product) -> torch.Tensor:
     """Each tile gives a summand of the result."""
-    out = _Sum(inputs, torch.Size((inputs.shape[0], job.width)), len(job.tiles), False)
+    out = Sum(inputs, torch.Size((inputs.shape[0], job.width)), len(job.tiles), False)
     for tile in job.tiles:
 
         def work(rows: torch.Tensor, tile: Tile = tile) -> None:
@@ -150,7 +150,7 @@ def _across(inputs: torch.Tensor, job: Product) -> torch.Tensor:
 class _Backward:
     """A tile's part of the gradient of the inputs."""
 
-    def __init__(self, job: Product, tile: Tile, grad: torch.Tensor, target: "_Sum") -> None:
+    def __init__(self, job: Product, tile: Tile, grad: torch.Tensor, target: "Sum") -> None:
         self._job, self._tile, self._grad, self._target = job, tile, grad, target
 
     def __call__(self, rows: torch.Tensor) -> None:
@@ -177,20 +177,19 @@ class _Weight:
             first, second = self._grad[there, features], self._inputs[there]
             if self._job.across:
                 first, second = self._inputs[there, features], self._grad[there]
-            _put_product(target[here], first.t(), second, add=not (fresh and whole))
+            _put_product(target[here], first.t(), second, add=not fresh)  # stretches have no rows in common
 
 
 def _put_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor, add: bool) -> None:
-    if target.dtype != first.dtype:
-        found = torch.mm(first, second)
-        target.add_(found) if add else target.copy_(found)
-    elif add:
-        target.addmm_(first, second)
-    else:
+    """Autograd rounds the gradient of each use before it adds them up. So do we: ``addmm_`` would round their sum alone."""
+    if not add and target.dtype == first.dtype:
         torch.mm(first, second, out=target)
+        return
+    found = torch.mm(first, second)
+    target.add_(found) if add else target.copy_(found)
 
 
-class _Sum:
+class Sum:
     """A sum of products over tiles, in fp32 where the operands are narrower and there is more than one tile.
 
     ``beside``: the tiles have different columns of it, so there is nothing to add up."""
