@@ -1,8 +1,11 @@
 """``unwall.save``."""
 
+import atexit
 import datetime
 import errno
+import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,6 +38,7 @@ class PendingSave:
     def __init__(self, save: Save, loans: Loans, keep: tuple[Any, ...]) -> None:
         self.path = save.directory
         """The checkpoint, once it is complete."""
+        self._number = next(_numbers)
         self._error: BaseException | None = None
         self._keep: tuple[Any, ...] = keep  # an optimizer that went would take its states along
         self._ended = threading.Event()
@@ -51,6 +55,7 @@ class PendingSave:
             save.run(loans)
         except BaseException as error:
             self._error = error
+            _unheard[self._number] = f"{self.path} was not saved: {type(error).__name__}: {error}"
         finally:
             self._keep = ()
             self._ended.set()
@@ -66,9 +71,23 @@ class PendingSave:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.path} is not written after {timeout} s")
         error, self._error = self._error, None
+        _unheard.pop(self._number, None)
         if error is not None:
             raise error
         return self.path
+
+
+_numbers = itertools.count()
+_unheard: dict[int, str] = {}
+"""What saves beside training have failed with, by their numbers, until somebody is told."""
+
+
+@atexit.register
+def _say_what_nobody_heard() -> None:
+    """A program that ends with a save has no further occasion to be told of its failure. All saves have ended by now."""
+    for text in _unheard.values():
+        print(f"unwall: {text}", file=sys.stderr)
+    _unheard.clear()
 
 
 _pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDictionary()
@@ -107,7 +126,8 @@ def save_engine(
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
     meeting = begin(engine, "save")
-    save, contents = _prepare(Path(path), engine, meeting, model, optimizers, extra, keep)
+    # Beside training the program may go to another directory.
+    save, contents = _prepare(Path(path) if block else Path(path).absolute(), engine, meeting, model, optimizers, extra, keep)
     if block:
         save.run()
         return save.directory
