@@ -10,7 +10,7 @@ import psutil
 import pytest
 from train_tools import command, environment, losses, make_jsonl, make_model, make_plan, run_process
 
-MANY, MORE = 100_000, 6
+MANY, MORE = 5_000, 6
 """Steps of a run that does not come to its end before it is killed, and those of its end."""
 LIMIT_S = 400.0
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1500)]
@@ -33,6 +33,17 @@ def options(place, out, kind, tier, **more):
     return paths | {"seq": 48, "batch": 4, "steps": MANY, "save_every": 4} | rate | more
 
 
+@pytest.fixture(autouse=True)
+def none_is_left():
+    """A run that a failed test has not ended would disturb the others for long."""
+    yield
+    while running:
+        running.pop().kill()
+
+
+running = []
+
+
 def started(taken, /, **given):
     """A run that has taken some steps since it began, or began again: from then on it minds signals."""
     log, until = given["out"] / "log.jsonl", time.monotonic() + LIMIT_S
@@ -40,6 +51,7 @@ def started(taken, /, **given):
     said = given["out"].with_suffix(".said")
     with said.open("w") as out:
         process = subprocess.Popen(command(**given), env=environment(), stdout=out, stderr=out)
+    running.append(process)
     while True:
         kinds = kinds_in(log)
         if kinds.count("start") > starts and kinds[::-1].index("start") >= taken:
