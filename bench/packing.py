@@ -1,8 +1,8 @@
 """What packing and unpacking cost on one core, beside the update: ``python -m bench.packing``.
 
 Seconds of the processor, not of the clock, and the least of many rounds that take turns, so that a busy machine says the same.
-The last two numbers are PACK_BYTES and UNPACK_BYTES of planner/pace.py: what an element costs, as memory traffic of an update
-that takes as long.
+The last line has the numbers of HOST_PACKING in planner/pace.py: what an element costs, as memory traffic of an update that
+takes as long.
 """
 
 import argparse

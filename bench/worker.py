@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     device = _device(world)
     if world > 1 or spec.engine.group:
-        _process_group(device, spec.engine.backend)
+        _process_group(device, spec.engine.backend, options.scratch)
     scratch = options.scratch / f"rank{rank}"
     scratch.mkdir(exist_ok=True)  # not its parents: where the run was stopped meanwhile, its folder is gone and stays so
     job = Job(
@@ -169,11 +169,14 @@ def _device(world: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _process_group(device: torch.device, backend: str) -> None:
+def _process_group(device: torch.device, backend: str, scratch: Path) -> None:
+    """The ranks meet in a file: a port that was free a moment before may be another's by now."""
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29511"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
-    dist.init_process_group(backend if device.type == "cuda" else "gloo")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(scratch / "meet"), world) if world > 1 else dist.HashStore()
+    dist.init_process_group(backend if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
 
 
 def _be_the_one_that_is_killed() -> None:

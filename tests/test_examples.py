@@ -15,7 +15,11 @@ import unwall
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-LAUNCHER = {"several_ranks": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]}
+LAUNCHER = {
+    "several_ranks": [
+        "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"
+    ]
+}  # fmt: skip
 POOLED = {"tensor_parallel": 4, "three_dimensions": 4}
 """Examples whose ``main`` runs in rank processes that are there already: how many."""
 
@@ -29,7 +33,7 @@ def run(name):
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert found.returncode == 0, found.stderr
     return found.stdout
 

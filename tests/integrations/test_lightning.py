@@ -22,14 +22,15 @@ LIMIT_S = 400.0
 
 @pytest.fixture(scope="module", autouse=True)
 def alone_again():
-    """Lightning starts a process group in this process, too."""
+    """Lightning wants a process group in this process, too. It would look for a free port, which another process may take."""
     with pytest.MonkeyPatch.context() as monkey:
         for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
             monkey.setenv(name, "")
             monkey.delenv(name)
+        monkey.setenv("GLOO_SOCKET_IFNAME", "lo")
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 class Net(lightning.LightningModule):

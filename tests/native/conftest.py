@@ -32,13 +32,13 @@ def garbage_collected():
 @pytest.fixture
 def no_ticket_left(garbage_collected):
     """Garbage is collected only where tickets seem to be left (an exception and the frames it went through hold each other):
-    in a process that has run all the tests before, that takes long."""
+    in a process that has run all the tests before, that takes long. What those tests have left may go meanwhile."""
     count = function("uw_ticket_count", ctypes.c_int64)
     before = count()
     yield
-    if count() != before:
+    if count() > before:
         gc.collect()
-    assert count() == before, "a test left tickets behind"
+    assert count() <= before, "a test left tickets behind"
 
 
 @pytest.fixture

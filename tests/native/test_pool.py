@@ -1,5 +1,6 @@
 """How the worker pool runs jobs: order, failure, closing, threads."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -15,6 +16,8 @@ from unwall.native.pool import AdamWStep, DType, WorkerPool, isa, select_isa
 from unwall.native.ticket import NativeTicket, Signal
 
 CHUNK = 1 << 16
+LIMIT_S = 120
+"""Far beyond what anything here takes, on a busy machine, too."""
 pytestmark = pytest.mark.usefixtures("no_ticket_left")
 
 
@@ -56,7 +59,7 @@ def test_a_job_waits_for_every_ticket_in_after(pool):
 def test_a_waiting_job_does_not_hold_up_the_ones_behind_it(pool):
     gate, blocked, free = Signal(), torch.zeros(10), torch.zeros(10)
     first = add(pool, blocked, torch.ones(10), after=[gate])
-    add(pool, free, torch.ones(10)).wait(5)
+    add(pool, free, torch.ones(10)).wait(LIMIT_S)
     assert not first.done()
     gate.set()
     first.wait()
@@ -117,7 +120,7 @@ def test_a_dependency_that_vanishes_cancels_the_job(pool):
     ticket = add(pool, total, torch.ones(10), after=[_Borrowed(handle)])
     function("uw_ticket_release", ctypes.c_int, Handle)(handle)
     with pytest.raises(NativeError, match="ECANCELED"):
-        ticket.wait(5)
+        ticket.wait(LIMIT_S)
     assert total.sum() == 0
 
 
@@ -175,13 +178,13 @@ def test_bad_counts_types_and_numbers_are_refused(pool):
 def test_nothing_to_do_finishes_at_once(pool):
     assert pool.copy(0, 0, 0).done()
     ticket, result = pool.sum_squares(0, 0)
-    ticket.wait(5)
+    ticket.wait(LIMIT_S)
     assert (result.sum, result.nonfinite) == (0.0, 0)
     gate = Signal()
     later = pool.copy(0, 0, 0, after=[gate])
     assert not later.done()
     gate.set()
-    later.wait(5)
+    later.wait(LIMIT_S)
 
 
 def test_bad_pools_are_refused():
@@ -203,8 +206,20 @@ def test_unknown_instruction_set_is_refused():
 
 
 def pool_threads():
-    tasks = [int(task) for task in os.listdir("/proc/self/task")]
-    return {task for task in tasks if Path(f"/proc/self/task/{task}/comm").read_text().strip() == "unwall-pool"}
+    """Also those that are ending: the kernel lists a thread for a moment after it was joined."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text().strip() == "unwall-pool":
+                found.add(int(task.name))
+    return found
+
+
+def wait_until(condition):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.001)
 
 
 def test_threads_are_bound_to_the_cores():
@@ -218,14 +233,14 @@ def test_threads_are_bound_to_the_cores():
 def test_close_ends_the_threads_and_the_pool_refuses_work():
     before = pool_threads()
     pool, total = WorkerPool(3), torch.zeros(20 * CHUNK)
-    assert len(pool_threads() - before) == 3
-    pool.throttle(20 * CHUNK * 12 / 0.2)
+    own = pool_threads() - before
+    assert len(own) == 3
+    pool.throttle(20 * CHUNK * 12 / 0.2)  # two fifths of a second for both: they are under way when it is closed
     tickets = [add(pool, total, torch.ones(20 * CHUNK)) for _ in range(2)]
-    assert not tickets[1].done()
     pool.close()
     assert all(ticket.done() for ticket in tickets)
     assert (total == 2).all()
-    assert pool_threads() == before
+    wait_until(lambda: not own & pool_threads())
     pool.close()
     with pytest.raises(RuntimeError, match="closed"):
         pool.copy(0, 0, 0)
@@ -239,7 +254,7 @@ def test_close_waits_for_jobs_that_wait():
     time.sleep(0.05)
     assert closer.is_alive()
     gate.set()
-    closer.join(10)
+    closer.join(LIMIT_S)
     assert ticket.done()
     assert total.sum() == 10
 
@@ -289,28 +304,26 @@ def test_pools_are_created_and_closed_while_others_submit():
         thread = threading.Thread(target=submit)
         thread.start()
         pool.close()
-        thread.join(10)
+        thread.join(LIMIT_S)
         assert refused.is_set()
 
 
 def test_python_goes_on_while_a_thread_waits(pool):
     n = 20 * CHUNK
-    total, turns, stop = torch.zeros(n), 0, threading.Event()
-    pool.throttle(n * 12 / 0.5)
+    total = torch.zeros(n)
+    pool.throttle(1.0)  # the job takes years, unless the other thread runs
     ticket = add(pool, total, torch.ones(n))
 
     def count():
-        nonlocal turns
-        while not stop.is_set():
-            turns += 1
+        for _ in range(50):
             time.sleep(0.001)
+        pool.throttle(0)
 
     counter = threading.Thread(target=count)
     counter.start()
     ticket.wait()
-    stop.set()
     counter.join()
-    assert turns > 50
+    assert (total == 1).all()
 
 
 # ---- throttle --------------------------------------------------------------------------------------------------------
@@ -339,7 +352,7 @@ def test_throttle_off_wakes_those_that_sleep(pool):
     with pytest.raises(TimeoutError):
         ticket.wait(0.05)
     pool.throttle(0)
-    ticket.wait(2)
+    ticket.wait(LIMIT_S)
     with pytest.raises(ValueError, match="bytes_per_second"):
         pool.throttle(-1)
 
@@ -353,7 +366,7 @@ def in_child(check):
     if child == 0:
         code = 1
         try:
-            signal.alarm(20)
+            signal.alarm(LIMIT_S)
             check()
             code = 0
         finally:
@@ -379,7 +392,7 @@ def test_a_forked_child_is_refused_and_can_make_its_own_pool(pool):
         if "tsan" in os.environ.get("LD_PRELOAD", ""):  # the thread sanitizer cannot start threads in a forked child
             return
         with WorkerPool(1) as own:
-            add(own, total, ones).wait(10)
+            add(own, total, ones).wait(LIMIT_S)
         assert total.sum() == 4
 
     assert in_child(check) == 0

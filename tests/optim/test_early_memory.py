@@ -127,7 +127,7 @@ def test_the_update_thread_does_not_wait_for_itself_when_it_is_the_one_that_need
     reclaiming = HostUpdate(reclaim, FailureDomain())
     optimizer.step()  # its commits come after that
     go_on.set()
-    reclaiming.wait(10)
+    reclaiming.wait(200)
     assert unwall.stats(model).speculated.committed > 0
 
 

@@ -1,8 +1,11 @@
 """``AdamW(states="lean")``: the same bits wherever states live and whatever runs ahead, close to exact states, and refusals."""
 
+import weakref
+
 import pytest
 import torch
 from early_tools import DEVICE, HOST, backward, build, on_disk, outcome, start, steps
+from letting_go import gone
 from ranks import RankPool
 from torch import nn
 
@@ -149,7 +152,9 @@ def test_another_optimizer_takes_over():
     before = model.state_dict()
     with pytest.raises(ValueError, match="another optimizer keeps lean states"):
         unwall.AdamW(model.parameters())
+    kept = weakref.ref(optimizer)
     del optimizer
+    assert gone(lambda: kept() is None)
     exact = unwall.AdamW(model.parameters(), lr=1e-2)
     assert differing(before, model.state_dict()) == []
     assert not any(group.lean for group in unwall.api.engine(model).groups)

@@ -9,7 +9,7 @@ from offload import DEVICE, DISK, HOST, differing
 from parallel_tools import batch, build, loss_of, mesh_of
 
 import unwall
-from unwall.plans import Plan
+from unwall.plans import Plan, PlanError
 from unwall.shards.collectives import Ranks
 from unwall.shards.compress import Codec
 from unwall.shards.packed_average import PackedAverage
@@ -92,6 +92,32 @@ def test_what_torch_has_clipped_after_an_average_stays_clipped(ranks, tmp_path, 
     assert first[0] > 0.5
     assert first[1] == pytest.approx(1e-3, rel=0.02)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(first[2], second[2], strict=True))
+
+
+def within_the_budget_named():
+    """The least ``host_bytes`` that a refusal names, what the host holds with that after a step, and the parameters. With a byte
+    less, ``shard`` and ``move`` refuse."""
+    mesh, fields = mesh_of(dp_replicate=2, dp_shard=1), {**DEVICE, **FEEDBACK, "compute_dtype": BF16}
+    with pytest.raises(PlanError, match="host_bytes") as refused:
+        unwall.shard(build(), Plan(**fields, host_bytes=1), mesh)
+    least = refused.value.lack[1]
+    with pytest.raises(PlanError, match="host_bytes"):
+        unwall.shard(build(), Plan(**fields, host_bytes=least - 1), mesh)
+    model = build()
+    unwall.shard(model, Plan(**fields, host_bytes=least), mesh)
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model(batch(0, dist.get_rank())[0]), batch(0, dist.get_rank())[1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(PlanError, match="host_bytes"):
+        unwall.move(model, Plan(**fields, host_bytes=least - 1))
+    return least, unwall.stats(model).tiers["host"].peak_bytes, sum(param.numel() for param in build().parameters())
+
+
+def test_what_feedback_over_replicas_keeps_is_in_the_budget_of_the_host(ranks):
+    for least, peak, numel in ranks(2).run(within_the_budget_named):
+        assert peak == least
+        assert 2 * numel <= least < 2 * numel + 20_000  # whole blocks of each group
 
 
 def averaged(rounds):

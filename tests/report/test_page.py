@@ -96,7 +96,8 @@ def chromium(*arguments):
     if name is None:
         pytest.skip("no Chromium (Debian: apt-get install chromium)")
     flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000"]
-    return subprocess.run([name, *flags, *arguments], capture_output=True, text=True, timeout=120, check=True).stdout
+    flags += ["--disable-dev-shm-usage", "--no-first-run"]  # which may be small
+    return subprocess.run([name, *flags, *arguments], capture_output=True, text=True, timeout=280, check=True).stdout
 
 
 PRESSED = """<script>
@@ -116,7 +117,6 @@ addEventListener("load", () => {
 </script>"""
 
 
-@pytest.mark.timeout(180)
 def test_it_works_by_keyboard_and_in_light_and_dark(run):
     """In a browser. What the page did is written into its title."""
     page = write_report(run)

@@ -49,7 +49,7 @@ def test_a_stall_is_named_after_the_group_that_was_waited_for(tmp_path):
     model, optimizer = build(params="disk", optimizer="disk", disk=tmp_path)
     train(model, optimizer)
     disk = unwall.api.engine(model).tiers.disk
-    disk.engine.throttle("read", 256 << 10)
+    disk.engine.throttle("read", 64 << 10)  # an eighth of a second per group
     with unwall.profile(model) as profile, torch.no_grad():
         model(torch.randn(8, 64))
     disk.engine.throttle("read", 0)

@@ -1,11 +1,11 @@
 """A model that its user lets go of is gone, with all that unwall has for it, however it was used before."""
 
 import contextlib
-import gc
 import weakref
 
 import pytest
 import torch
+from letting_go import gone
 from offload import HOST
 from ranks import rank_and_world
 from reference import seeded, unwall_adamw, vectors
@@ -95,8 +95,7 @@ def train_and_let_go(run, placement):
         return weakref.ref(unwall.api.engine(model))
 
     engine = train()
-    gc.collect()
-    return engine() is None
+    return gone(lambda: engine() is None, limit_s=60)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

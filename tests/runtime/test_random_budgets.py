@@ -16,6 +16,7 @@ from ranks import rank_and_world
 
 import unwall
 from unwall.plans import Plan, PlanError
+from unwall.shards import flat
 from unwall.shards.arrange import arrange
 from unwall.shards.build import Room
 
@@ -130,7 +131,12 @@ def train(case, plan, steps=2):
 
 def try_cases(seed, count):
     """Trains ``count`` budgets of random cases, four of each. What went wrong."""
-    rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(flat, "LOOKS", 20_000)  # gloo's thread may be held up where the machine is busy
+        return _try_cases(random.Random(seed), count)
+
+
+def _try_cases(rng, count):
     _, world = rank_and_world()
     torch.set_num_threads(1)
     wrong, tried = [], 0

@@ -235,8 +235,8 @@ def test_a_model_built_inside_init_never_exists_whole(ranks):
     whole_bytes = Watched.layers * 1024 * 1024 * 4
     ranks(4).run(memory_while_building, True)  # what a process takes at its first model does not count
     for plain, ours in zip(*(ranks(4).run(memory_while_building, inside) for inside in (False, True)), strict=True):
-        assert plain > 0.9 * whole_bytes  # what the measurement shows when it does
-        assert ours < 0.4 * whole_bytes  # a quarter, and the layer in the making
+        assert plain > 0.8 * whole_bytes  # what the measurement shows when it does
+        assert ours < 0.5 * whole_bytes  # a quarter, the layer in the making, and what the allocator keeps
 
 
 def trained_after_init():

@@ -188,7 +188,7 @@ def test_an_interrupted_pass_is_found_over_without_following_another_threads_fra
     model, optimizer = start("host")
     kept = Stopping(model).interrupt(in_backward)  # as a notebook keeps it
     monkeypatch.setattr(sys, "_current_frames", refused)
-    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 5)
+    monkeypatch.setattr(turns, "PATIENCE_SECONDS", 200)
     (got,) = together(lambda: outputs(model, [1])[0])
     assert torch.equal(got, outputs(build(), [1])[0])
     together(lambda: train(model, optimizer, range(2)), lambda: outputs(model, range(8)))

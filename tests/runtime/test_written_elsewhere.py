@@ -113,7 +113,8 @@ def test_keep_vars_gives_the_parameters():
     assert all(value.grad is not None for value in found.values())
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.filterwarnings("error:.*optimizer.step")
 @pytest.mark.parametrize("tier", ["device", "disk"])
 def test_what_is_done_to_a_wrapped_optimizer_counts(tier, tmp_path):
     """A scheduler that knew it before, options set by hand, states saved and loaded, and steps."""

@@ -60,14 +60,14 @@ def interrupted_step(folder, strikes):
 
 def test_an_interrupt_waits_for_the_end_of_a_step_of_all_ranks(ranks, tmp_path):
     expected = ranks(2).run(interrupted_step, str(tmp_path), False)[0][0]
-    (got, _), (_, caught) = ranks(2).run(interrupted_step, str(tmp_path), True, limit_s=60)
+    (got, _), (_, caught) = ranks(2).run(interrupted_step, str(tmp_path), True)
     assert caught == 1
     assert same(expected, got)
 
 
 def test_a_step_that_one_rank_cannot_take_says_what_to_do(ranks, tmp_path):
     """The last one here: these ranks cannot go on."""
-    other, own = ranks(2).run(step_without_memory, str(tmp_path), limit_s=60)
+    other, own = ranks(2).run(step_without_memory, str(tmp_path))
     assert "Start all ranks again from a checkpoint" in own[0]
     for told in (other[-1], own[-1]):
         assert "MemoryError: told to" in told

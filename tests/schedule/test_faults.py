@@ -32,7 +32,7 @@ def _undisturbed(ranks, tier, folder):
 def test_all_ranks_go_on_after_a_fault_of_one(ranks, tier, kind, phase, tmp_path):
     expected = _undisturbed(ranks, tier, str(tmp_path))
     for when in WHEN:
-        (got, told), (_, own) = ranks(2).run(train, tier, str(tmp_path), kind, phase, when, limit_s=60)
+        (got, told), (_, own) = ranks(2).run(train, tier, str(tmp_path), kind, phase, when)
         assert same(expected, got), (when, told, own)
         assert [name for name, _ in own] != [], "the fault did not strike"
         assert [name for name, _ in told] == ["PeerError"], told
@@ -41,7 +41,7 @@ def test_all_ranks_go_on_after_a_fault_of_one(ranks, tier, kind, phase, tmp_path
 
 def test_all_ranks_go_on_after_an_update_that_failed_on_one(ranks, tmp_path):
     expected = _undisturbed(ranks, "disk", str(tmp_path))
-    (got, told), (_, own) = ranks(2).run(train, "disk", str(tmp_path), "disk", "step", 2, limit_s=60)
+    (got, told), (_, own) = ranks(2).run(train, "disk", str(tmp_path), "disk", "step", 2)
     assert same(expected, got), (told, own)
     assert [name for name, _ in told] == ["PeerError"], (told, own)
 
@@ -60,7 +60,7 @@ def test_all_ranks_go_on_after_an_update_that_failed_on_one(ranks, tmp_path):
 def test_all_ranks_go_on_after_a_fault_outside_of_training(ranks, what, kind, tmp_path):
     expected = ranks(2).run(look, "disk", str(tmp_path), what)[0][0]
     for bad in (0, 1):
-        results = ranks(2).run(look, "disk", str(tmp_path), what, kind, bad, limit_s=60)
+        results = ranks(2).run(look, "disk", str(tmp_path), what, kind, bad)
         assert same(expected, results[0][0]), results
         (own, _), *_ = results[bad][1]
         assert own != "PeerError", results

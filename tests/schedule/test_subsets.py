@@ -64,7 +64,7 @@ def plainly(steps):
     ids=str,
 )
 def test_models_over_other_ranks_train_side_by_side(ranks, groups):
-    expected, found = plainly(4), ranks(3).run(train_in_turns, groups, 4, limit_s=60)
+    expected, found = plainly(4), ranks(3).run(train_in_turns, groups, 4)
     for at, members in enumerate(groups):
         first = 0 if members is None else members[0]
         torch.testing.assert_close(found[first][at], expected, rtol=1e-4, atol=1e-5)

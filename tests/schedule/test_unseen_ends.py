@@ -47,7 +47,7 @@ def train_and_wait(folder, kind, phase, when, tier="host"):
 def test_the_others_hear_of_it(ranks, kind, phase, tmp_path):
     expected = ranks(2).run(train, "host", str(tmp_path))[0][0]
     for when in WHEN:
-        (got, told), (_, own) = ranks(2).run(train_and_wait, str(tmp_path), kind, phase, when, limit_s=60)
+        (got, told), (_, own) = ranks(2).run(train_and_wait, str(tmp_path), kind, phase, when)
         assert same(expected, got), told
         assert own == []
         assert len(told) == 1

@@ -53,7 +53,7 @@ def come_to(whats):
     [("rank 0's object", "a row"), ("bytes", "an object"), ("many words", "other words")],
 )
 def test_ranks_at_different_exchanges_are_told(ranks, whats):
-    for rank, errors in enumerate(ranks(2).run(come_to, whats, limit_s=60)):
+    for rank, errors in enumerate(ranks(2).run(come_to, whats)):
         assert len(errors) == 2, errors
         assert f"rank {rank} is at" in errors[0]
         assert f"rank {1 - rank}" in errors[0]
@@ -84,7 +84,7 @@ def find_a_backend_broken():
 
 
 def test_a_collective_that_cannot_begin_ends_all_ranks(ranks):
-    first, second = ranks(2).run(find_a_backend_broken, limit_s=60)
+    first, second = ranks(2).run(find_a_backend_broken)
     assert "rank 0 is at reduce-scatter" in first[0]
     assert "remote process exited" in first[0]
     assert "cannot go on" in first[1]
@@ -108,7 +108,7 @@ def one_shards_another_runs():
 
 
 def test_one_rank_shards_while_another_runs(ranks):
-    errors = ranks(2).run(one_shards_another_runs, limit_s=60)
+    errors = ranks(2).run(one_shards_another_runs)
     assert all("something else" in error for error in errors), errors
 
 
@@ -130,6 +130,6 @@ def leave_half_way():
 
 
 def test_a_rank_that_leaves_an_exchange_tells_the_others(ranks):
-    (own, _), (told, text) = ranks(2).run(leave_half_way, limit_s=60)
+    (own, _), (told, text) = ranks(2).run(leave_half_way)
     assert (own, told) == ("KeyboardInterrupt", "DivergedError")
     assert "rank 0 left the end of a forward half way" in text

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-LIMIT_S = 100
+LIMIT_S = 280
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, unwall
 

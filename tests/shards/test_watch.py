@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from unwall.shards import watch as watching
-from unwall.shards.watch import Watch, _look_safely, _watches, state_of
+from unwall.shards.watch import Watch, _adding, _look_safely, _watches, state_of
 
 
 class FailingStore:
@@ -37,7 +37,13 @@ def test_a_store_that_fails_has_nothing_to_say():
 
 def test_a_look_that_fails_is_told_once_and_the_thread_goes_on():
     watch, onlooker = Watch(None, 0, 2), Failing()
-    _watches.discard(watch)  # looked at here, not by the thread
+    with _adding:
+        _watches.discard(watch)  # looked at here, not by the thread
+    looked = threading.Event()
+    other = Watch(None, 0, 2)
+    other.look = looked.set
+    watching._wake.set()
+    assert looked.wait(60)  # so the thread has looked at all that it knew of before
     watch.onlookers.add(onlooker)
     with pytest.warns(RuntimeWarning, match="ArithmeticError: told to"):
         _look_safely(watch)

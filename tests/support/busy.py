@@ -5,6 +5,6 @@ def until(event):
     """Work that ends when the event has happened."""
 
     def run():
-        event.wait(10)
+        event.wait(200)
 
     return run

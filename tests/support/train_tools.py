@@ -152,7 +152,7 @@ def train_here(**options) -> None:
     from unwall.train import command, planning
     from unwall.train.options import Options
 
-    planning.machine_of = small_machine
+    measured, planning.machine_of = planning.machine_of, small_machine
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     said = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
     before = {name: os.environ.get(name) for name in said}
@@ -160,6 +160,7 @@ def train_here(**options) -> None:
     try:
         command.train(Options(**{name: _plain(name, value) for name, value in options.items()}))
     finally:
+        planning.machine_of = measured
         for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:

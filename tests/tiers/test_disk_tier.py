@@ -5,10 +5,9 @@ import gc
 import os
 import random
 import shutil
-import subprocess
 
 import pytest
-from tier_tools import KIB, MIB, PAGE, Tiers, pattern, tmpfs
+from tier_tools import KIB, MIB, PAGE, Tiers, make_read_only, pattern, tmpfs
 
 from unwall.native.disk import DiskEngine
 from unwall.native.memory import HostMemory
@@ -68,7 +67,7 @@ def test_directories_come_as_a_list(wrong, engine):
 
 def test_a_read_only_directory(tmp_path, engine):
     with tmpfs(tmp_path / "ro", MIB) as directory:
-        subprocess.run(["mount", "-o", "remount,ro", str(directory)], check=True)
+        make_read_only(directory)
         with pytest.raises(PermissionError, match=r"disk directory cannot be written \(Read-only file system\).*ro'"):
             DiskTier([directory], engine=engine)
 

@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def tmpfs(directory: Path, size_bytes: int) -> Iterator[Path]:
         yield directory
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], check=True)  # lazy: a failed test may have left files open
+
+
+def make_read_only(directory: Path) -> None:
+    """As soon as the kernel has let go of the files, which may be a moment after they were closed."""
+    command, end = ["mount", "-o", "remount,ro", str(directory)], time.monotonic() + 60
+    while subprocess.run(command, capture_output=True).returncode and time.monotonic() < end:
+        time.sleep(0.01)
+    subprocess.run(command, check=True)
 
 
 class Child:

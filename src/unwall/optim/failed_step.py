@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from unwall.runtime.engine import Engine
 
 _OWN_FAULTS = (OSError, MemoryError, BudgetError, torch.OutOfMemoryError)
-"""What befalls one rank, beside interrupts. Other errors (a value that makes no sense) come to all of them alike."""
+"""What befalls one rank, beside interrupts. Other errors (a value that makes no sense) mostly come to all of them alike."""
 _APART = (
     "this was in a step, which the other ranks may have taken: the model is not the same on all ranks any more, and cannot be "
     "used. Start all ranks again from a checkpoint"
@@ -36,9 +36,9 @@ def told_to_all(step: "Callable[..., Any]") -> "Callable[..., Any]":
             return step(optimizer, closure)
         except BaseException as error:
             own = isinstance(error, _OWN_FAULTS) or not isinstance(error, Exception)
-            if own and closure is None:  # otherwise it may have come out of that
-                told = [engine.executor.agreement.fail_for_good(error, _APART) for engine in engines]
-                if any(told):
+            if closure is None:  # otherwise it may have come out of that
+                agreements = [engine.executor.agreement for engine in engines]
+                if any(each.fail_for_good(error, _APART) if own else each.fail_alone(error, _APART) for each in agreements):
                     error.add_note(_APART)
             raise
 

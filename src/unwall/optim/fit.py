@@ -42,4 +42,5 @@ def _sizes(engine: Engine, group: Group, rule: UpdateRule | None, own: OwnStates
         held += bytes_per_element(rule.specs(group))
     elif trainable and not others:
         held += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
-    return group_sizes(group.layout, held + master, trainable, engine.plan, engine.ranks.size, master_bytes=master)
+    plan, ranks, replicas = engine.plan, engine.ranks.size, engine.others.replica_count
+    return group_sizes(group.layout, held + master, trainable, plan, ranks, master_bytes=master, replicas=replicas)

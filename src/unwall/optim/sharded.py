@@ -22,6 +22,8 @@ from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
 from unwall.optim.scaler import LossScaler
 from unwall.optim.seen_states import seen_specs
+from unwall.optim.step_hooks import hooks_told
+from unwall.optim.step_numbers import numbers_of
 from unwall.optim.updates import Factor, HostUpdate, Work
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, owners
@@ -63,6 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.scaler = LossScaler()
         self._clip: torch.Tensor | None = None
         """What ``clip_grad_norm_`` has put off until the step: the factor."""
+        self.in_hooks = False
+        """The user's, around a step."""
         self._warned = False
         self._known_engines: tuple[object, list[weakref.ref[Engine]]] = (None, [])
         super().__init__(params, defaults)
@@ -126,6 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_forgetting()
         if in_backward():
             refuse_inside_backward(self.engines())
+        self._compare_numbers()
         held = self._complete()
         for engine, index, _ in held:
             engine.gradients[index].check()  # before anything is updated
@@ -157,6 +162,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # As an optimizer that writes in place: backward through a graph that was built before this step raises.
             increment_version([engine.groups[index].params[slot] for slot in slots])
         return loss
+
+    profile_hook_step = staticmethod(hooks_told)  # type: ignore[assignment]
+    """Torch wraps ``step`` in it."""
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale: ``optimizer.scale(loss).backward()`` for fp16. ``step`` takes the scale out again."""
@@ -315,6 +323,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.flush()
             engine.shown.settle()
         return list(self._held())
+
+    def _compare_numbers(self) -> None:
+        """See [Note: the same numbers] in step_numbers.py."""
+        numbers = None
+        for engine in self.engines():
+            if engine.ranks.size > 1:
+                numbers = numbers or numbers_of(self.param_groups, list(self.defaults), self.max_grad_norm)
+                engine.executor.agreement.say(*numbers)
 
     @torch.no_grad()
     def _clip_now(self, *_: Any) -> None:

@@ -178,12 +178,13 @@ class _Queue:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="unwall finish")
 
     def submit(self, update: HostUpdate) -> "Future[_Begun | None]":
-        return self._thread.submit(self._run, weakref.ref(update), update.run, update.domain, update.again)
+        return self._thread.submit(self._run, weakref.ref(update), [update.run], update.domain, update.again)
 
-    def _run(self, update: "weakref.ref[Ticket]", run: Work, domain: FailureDomain, again: bool) -> _Begun | None:
+    def _run(self, update: "weakref.ref[Ticket]", work: list[Work], domain: FailureDomain, again: bool) -> _Begun | None:
+        """``work`` is taken out of its list: once its end is told, nothing on this thread holds the model any more."""
         _check_behind(update, domain)
         try:
-            rest = run()
+            rest = work.pop()()
         except Exception:
             if again:
                 with suppress(RuntimeError):  # at the interpreter's end nothing can be submitted any more
@@ -194,9 +195,9 @@ class _Queue:
             domain.recover(update)
             return None
         try:
-            ended = self._finisher.submit(_finish, update, rest.finish, domain)
+            ended = self._finisher.submit(_finish, update, [rest.finish], domain)
         except RuntimeError:  # at the interpreter's end: nobody else can wait for it
-            _finish(update, rest.finish, domain)
+            _finish(update, [rest.finish], domain)
             return None
         return _Begun(rest.params, ended)
 
@@ -207,9 +208,10 @@ def _check_behind(update: "weakref.ref[Ticket]", domain: FailureDomain) -> None:
         raise _BehindError(failed)
 
 
-def _finish(update: "weakref.ref[Ticket]", finish: Callable[[], None], domain: FailureDomain) -> None:
+def _finish(update: "weakref.ref[Ticket]", finish: list[Callable[[], None]], domain: FailureDomain) -> None:
+    """``finish``: in a list, as in ``_Queue._run``."""
     try:
-        finish()
+        finish.pop()()
     except Exception:
         _fail(update, domain)  # before anyone hears of it, and may try again
         raise

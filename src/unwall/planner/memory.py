@@ -65,7 +65,7 @@ def _held(size: Sizes, home: Home, passes: int, moment_bytes: int) -> list[tuple
         rows.append((home.grads, WIDENED, size.widening_bytes))
     elif passes > 1 and size.trainable:  # beside the landed gradient
         rows.append(("host", SUMS, size.grad_bytes + size.widening_bytes))
-    rows.append(("device", RESIDUALS, size.residual_bytes))
+    rows += [("device", RESIDUALS, size.residual_bytes), ("host", RESIDUALS, size.averaged_residual_bytes)]
     rows.append((home.replica, REPLICAS, replica_bytes_on(home.replica, size, home)))
     if home.resident:
         rows.append(("device", PARAMETERS, size.flat_bytes))

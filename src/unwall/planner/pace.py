@@ -20,10 +20,23 @@ COMPUTE, FETCH, LAND, GATHER, NEAR, UPDATE, DISK_READ, DISK_WRITE = (
     "disk writes",
 )
 """The queues of a rank: each works through its own order, beside the others."""
-PACK_BYTES, NOISY_PACK_BYTES, UNPACK_BYTES = 30, 39, 11
-"""What an element costs that is packed (rounded to nearest, or with noise) or unpacked (shards/compress.py), as traffic of the
-memory that it lies in, while an update takes as long. On a core that updates at 39 GB/s the native kernels pack 1.3 and 1.0 and
-unpack 3.4 billion elements per second: ``python -m bench.packing``."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What an element costs that is packed, packed with noise, or unpacked (shards/compress.py), as traffic of the memory that
+    it lies in."""
+
+    pack_bytes: int
+    noisy_pack_bytes: int
+    unpack_bytes: int
+
+
+HOST_PACKING = Packing(8, 13, 9)
+"""Of the native kernels, while an update takes as long. On a core that updates at 36 GB/s they pack 4.9, with noise 2.9, and
+unpack 4.3 billion elements per second: ``python -m bench.packing``."""
+DEVICE_PACKING = Packing(140, 440, 50)
+"""On an accelerator torch does it, one operation after the other: what they read and write, counted."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -62,7 +75,8 @@ class Pace:
 
     def packing_s(self, packed: float, unpacked: float, noise: bool = False) -> float:
         """So many elements of each. ``noise``: of stochastic rounding, for gradients."""
-        nbytes = (NOISY_PACK_BYTES if noise else PACK_BYTES) * packed + UNPACK_BYTES * unpacked
+        each = HOST_PACKING if self.is_host else DEVICE_PACKING
+        nbytes = (each.noisy_pack_bytes if noise else each.pack_bytes) * packed + each.unpack_bytes * unpacked
         return nbytes / self.device_memory_bytes_per_s
 
     def limits(self) -> dict[str, float]:

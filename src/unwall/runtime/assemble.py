@@ -37,7 +37,7 @@ def assemble(
     where there is none yet. ``cuts`` says which parameters lie in several slots.
     ``others``: the ranks of other dimensions of the mesh.
     """
-    planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts)
+    planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts, 1 if others is None else others.replica_count)
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     for group, size in zip(groups, sizes, strict=True):

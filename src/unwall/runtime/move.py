@@ -47,7 +47,7 @@ def move_states(engine: Engine, plan: Plan) -> None:
         engine.finish()
         _check_gradients(engine)
         _check_held(engine)
-        sizes = [_sizes(group, plan, engine.ranks.size) for group in engine.groups]
+        sizes = [_sizes(engine, group, plan) for group in engine.groups]
         room = _room(engine, plan)
     room = smallest(engine.ranks.every(room))
     homes = place(sizes, plan, room.device_bytes, room.host_bytes)
@@ -181,7 +181,7 @@ def _check_alike(engine: Engine, homes: list[Home]) -> None:
             raise ValueError(f"unwall.move was given another plan on rank {rank} than on rank 0: give the same on every rank")
 
 
-def _sizes(group: Group, plan: Plan, world_size: int) -> Sizes:
+def _sizes(engine: Engine, group: Group, plan: Plan) -> Sizes:
     """What a group takes, with the states that it has or, where no optimizer has any yet, AdamW's."""
     trainable = any(param.requires_grad for param in group.params)
     per_element = sum(store.nbytes for store in group.states.values()) // group.own_numel
@@ -191,7 +191,8 @@ def _sizes(group: Group, plan: Plan, world_size: int) -> Sizes:
         per_element += master
     if trainable and not any(key.owner != GROUP for key in group.states):
         per_element += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
-    sizes = group_sizes(group.layout, per_element, trainable, plan, world_size, master_bytes=master)
+    ranks, replicas = engine.ranks.size, engine.others.replica_count
+    sizes = group_sizes(group.layout, per_element, trainable, plan, ranks, master_bytes=master, replicas=replicas)
     return Sizes(**{**sizes.__dict__, "at_once_bytes": group.at_once_bytes})
 
 

@@ -142,7 +142,7 @@ def _make_groups(engine: Engine, model: nn.Module, new: dict[str, nn.Parameter])
     plan, ranks = engine.plan, engine.ranks
     most = 62 * ranks.control.bit_words if ranks.size > 1 else None
     planned = plan_groups(model, plan, ranks.size, wanted=lambda entry: id(entry.param) in ids, most_params=most)
-    homes = [_home(engine, size) for size in sizes_of(planned, plan, ranks.size)]
+    homes = [_home(engine, size) for size in sizes_of(planned, plan, ranks.size, engine.others.replica_count)]
     unwritten: dict[object, str] = {id(param): name for name, param in new.items() if param.is_meta}
     groups, gradients = make_groups(
         planned, homes, plan, engine.tiers, ranks, lambda entry: whole_value(entry.param), after=engine.groups

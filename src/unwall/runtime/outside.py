@@ -32,6 +32,7 @@ from unwall.runtime.absent import absent_class_of, keep
 from unwall.runtime.engine import Engine
 from unwall.runtime.near import Near
 from unwall.runtime.refusals import refuse_tracing
+from unwall.runtime.said_writes import say_written
 from unwall.runtime.tiled_functions import compute
 from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
@@ -310,6 +311,7 @@ class Outside:
         """A changed value goes to the master; the others that are lent stay as good as they were."""
         fresh = [other for other in self._lent.values() if other.version == self._engine.version]
         lent.taken()
+        say_written(self._engine, self._name(lent.param), local(lent.tensor))
         put_changed(self._engine, lent.param, local(lent.tensor))
         increment_version(lent.param)
         for other in fresh:

@@ -31,6 +31,7 @@ Where several models share the same ranks there are no scripts: their collective
 A rank alone needs none of it.
 """
 
+from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -42,7 +43,7 @@ from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PE
 from unwall.schedule.announcement import fingerprint as fingerprint_of_words
 from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
-from unwall.schedule.standing import Promise, Standing
+from unwall.schedule.standing import Promise, Said, Standing
 from unwall.shards.collectives import Ranks
 from unwall.shards.control import unpack_bits
 from unwall.shards.feign import Feigned
@@ -179,6 +180,11 @@ class Agreement:
         """Something that all ranks must call before they exchange words again."""
         self._standing.noted.append(what)
 
+    def say(self, values: "array[float]", names: Callable[[], list[str]], advice: str) -> None:
+        """Numbers that must be the same on all ranks. Where they differ all ranks raise when they exchange words again, and say
+        which; ``advice``: what the user should do."""
+        self._standing.said.append(Said(values, names, advice))
+
     # -- faults: see [Note: faults] in schedule/standing.py -----------------------------------------------------------
 
     def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None:
@@ -189,6 +195,11 @@ class Agreement:
     def fail_for_good(self, error: BaseException, why: str) -> bool:
         """This rank failed where the others may have updated the model. False where they do know of its fault."""
         return self._standing.fail_for_good(error, why)
+
+    def fail_alone(self, error: BaseException, why: str = "") -> bool:
+        """The same for an error around a step, of which nobody is told where all ranks have met it. Without ``why`` they can go
+        on, unless others have taken the step already. False where they can."""
+        return self._standing.fail_alone(error, why)
 
     def fail_aside(self, text: str, spoilt: bool, certain: Callable[[], bool]) -> None:
         """For the thread that watches: this rank's pass has ended unseen, if that is still ``certain`` under the lock."""
@@ -314,7 +325,7 @@ class Agreement:
             self._serve(served)
         if any((row.kind, row.group) != (point, rows[0].group) for row in rows):
             raise self._standing.diverged(rows)
-        self._standing.noted.clear()
+        self._standing.met()
         deviated = any(row.flags & DEVIATED for row in rows)
         held = self._close(deviated, steady, learn=point != WHOLE)
         agreed = held and script != 0 and all(row.script == script for row in rows)

@@ -35,6 +35,8 @@ class Row(NamedTuple):
     script: int
     """At a meeting: the fingerprint of what it expects until the next one, 0 where it expects nothing."""
     flags: int
+    numbers: int = 0
+    """The fingerprint of the numbers with which it has stepped since the last meeting, 0 where it has not."""
 
     @property
     def op(self) -> Op | None:
@@ -43,7 +45,7 @@ class Row(NamedTuple):
     @property
     def point(self) -> tuple[int, ...]:
         """What must be the same on all ranks."""
-        return self.model, self.forwards, self.backwards, self.steps, self.calls
+        return self.model, self.forwards, self.backwards, self.steps, self.calls, self.numbers
 
 
 def fingerprint(words: Sequence[str]) -> int:

@@ -5,6 +5,8 @@ The engine's groups and gradients (``shards/``) move bytes. The planner's (``pla
 a virtual clock. Both are driven by the same executor over a ledger of the device, so what is predicted is what is decided.
 """
 
+from array import array
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -162,6 +164,10 @@ class AgreementBackend(Protocol):
     def fail(self, error: BaseException | str, spoilt: bool | None = None) -> None: ...
 
     def fail_for_good(self, error: BaseException, why: str) -> bool: ...
+
+    def fail_alone(self, error: BaseException, why: str = "") -> bool: ...
+
+    def say(self, values: "array[float]", names: Callable[[], list[str]], advice: str) -> None: ...
 
     def rejoin(self) -> None: ...
 

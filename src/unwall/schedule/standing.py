@@ -18,9 +18,17 @@ the exchange (``fail_aside``); ``Watch.lock`` keeps it away while the rank itsel
 
 Two faults cannot be healed: a rank that is gone, and one that fails where the others may have updated the model already (in a
 ``step``). Then all ranks get a DivergedError, and the model cannot be used any more.
+
+What is raised around a step (the user's hooks, an option that makes no sense) is often raised on all ranks alike, and then
+there is nothing to tell: each has its own error, and all are at the same point. So a rank asks the store for a moment whether
+the others have come to the same (``fail_alone``).
 """
 
+import math
+import zlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import NamedTuple
 from weakref import WeakMethod
 
@@ -32,8 +40,16 @@ from unwall.shards.feign import Feigned
 
 ANNOUNCED = "announcements"
 """The kind of exchange in which the ranks say where they are."""
+APART = (
+    "Other ranks have taken a step that it has not: the model is not the same on all ranks any more, and cannot be used. Start "
+    "all ranks again from a checkpoint"
+)
 PATIENCE_S = 1.0
 """How long a rank that failed waits for the others before it raises its error."""
+CLOSE = 1e-5
+"""Numbers whose relative difference is less are taken to be the same."""
+ALIKE_S = 5.0
+"""How long a rank that failed around a step waits for others that fail alike: they have just met, after the backward."""
 
 
 class Promise(NamedTuple):
@@ -42,6 +58,15 @@ class Promise(NamedTuple):
     op: Op
     begun: int = 0
     """How many of the collectives that it consists of have begun."""
+
+
+class Said(NamedTuple):
+    """Numbers that must be the same on all ranks."""
+
+    values: "array[float]"
+    names: Callable[[], list[str]]
+    advice: str
+    """To a user whose ranks differ."""
 
 
 class Standing:
@@ -61,6 +86,8 @@ class Standing:
         """At a meeting of the kind WHOLE: what."""
         self.noted: list[str] = []
         """What else was called since the last meeting."""
+        self.said: list[Said] = []
+        """Numbers of steps and of writes since the last meeting."""
         self.at: Op | None = None
         """The last collective."""
         self.failed = False
@@ -73,6 +100,7 @@ class Standing:
         self._regroup = regroup
         self._apart = ""  # how the ranks diverged: they cannot find together again
         self._parting: Exchange | None = None  # in which the others learn of this rank's fault
+        self._alike = 0  # errors that came to all ranks
 
     @property
     def apart(self) -> bool:
@@ -88,7 +116,7 @@ class Standing:
         rows = [Row(*row) for row in self._control.exchange(ANNOUNCED, mine, in_words(mine, self._names, self.called))]
         if any(row.kind == FAILED for row in rows):
             raise self._learn(rows)
-        if any(row.point != mine.point for row in rows):
+        if any(row.point != mine.point for row in rows) and not self._said_alike(rows):
             raise self.diverged(rows)
         return rows
 
@@ -114,10 +142,18 @@ class Standing:
         self.called = called
         if self._ranks.size > 1:
             self._control.watch.place = WeakMethod(self._where)
+            self._control.watch.thread = get_ident()
 
     def _row(self, kind: int, group: int, script: int = 0, flags: int = 0) -> Row:
-        calls = fingerprint(self.noted)
-        return Row(self._control.model, kind, group, self.forwards, self.backwards, self.steps, calls, script, flags)
+        calls, numbers = fingerprint(self.noted), 0
+        for said in self.said:
+            numbers = zlib.crc32(said.values, numbers) | 1
+        return Row(self._control.model, kind, group, self.forwards, self.backwards, self.steps, calls, script, flags, numbers)
+
+    def met(self) -> None:
+        """All ranks have said what they did since they met last, and it was the same."""
+        self.noted.clear()
+        self.said.clear()
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
@@ -160,13 +196,27 @@ class Standing:
                 self._feigned.reduce(op.group, begun)
                 flags |= SPOILT
             else:
-                raise RuntimeError("the others have used its part of a norm in a step")
+                raise RuntimeError("the others count on its part of a norm in a step. Start all ranks again from a checkpoint")
         self._parting = self._control.begin_exchange(ANNOUNCED, self._row(FAILED, 0, flags=flags))
         self._control.watch.parting = WeakMethod(self.rejoin)
 
     def _await_others(self, parting: Exchange, seconds: float) -> None:
         if self._control.wait(parting.work, "an error of its own", seconds):
             self.rejoin()
+
+    def fail_alone(self, error: BaseException, why: str = "") -> bool:
+        """This rank failed around a step. Nothing to tell where all ranks did; ``why`` they cannot go on, where that is so.
+        True where the ranks were told that."""
+        if self._ranks.size == 1 or self.apart or self.failed:
+            return False
+        watch = self._control.watch
+        if watch.come_alike(f"alike/{self._control.model}/{watch.faults}/{self._alike}", ALIKE_S):
+            self._alike += 1
+            return False
+        if why:
+            return self.fail_for_good(error, why)
+        self.fail(error, spoilt=False)
+        return self.apart
 
     def fail_for_good(self, error: BaseException, why: str) -> bool:
         """This rank failed where the others may have updated the model; ``why`` they cannot go on."""
@@ -198,13 +248,17 @@ class Standing:
         spoilt = any(row.flags & SPOILT for row in rows)
         text = watch.faults_of(failed)
         watch.faults += 1
+        self._alike = 0
         self.failed = True
         self.forwards = max(row.forwards for row in rows)
         self.backwards = max(row.backwards for row in rows)
         self.steps = max(row.steps for row in rows)
-        self.noted.clear()
+        self.met()
         self._feigned.end()
         self._regroup(spoilt)
+        if any(row.steps != self.steps for row in rows):
+            self._apart = f"{text}. {APART}"
+            return DivergedError(self._apart)
         return PeerError(_told(text))
 
     # -- errors -------------------------------------------------------------------------------------------------------
@@ -222,6 +276,27 @@ class Standing:
         )
         return DivergedError(self._apart)
 
+    def _said_alike(self, rows: list[Row]) -> bool:
+        """Whether the ranks differ only in the last bits of what they said (a cosine of another machine's). DivergedError where
+        they differ in nothing but that, and by more."""
+        numbers = {row.numbers for row in rows}
+        if len({row.point[:-1] for row in rows}) > 1 or (0 in numbers and len({row.kind for row in rows}) > 1):
+            return False
+        mine = [(*pair, said.advice) for said in self.said for pair in zip(said.names(), said.values, strict=False)]
+        every = self._control.every(mine, "numbers that must be the same on all ranks")
+        differing, advice = [], ""
+        for name, given in dict.fromkeys((name, advice) for row in every for name, _, advice in row):
+            found = [[value for known, value, _ in row if known == name] for row in every]
+            if not all(_close(values, found[0]) for values in found):
+                shown = (" and ".join(f"{value:.7g}" for value in values) or "none" for values in found)
+                differing.append(f"{name} is {', '.join(f'{text} on rank {rank}' for rank, text in enumerate(shown))}")
+                advice = advice or given
+        if differing:
+            self._apart = f"the ranks differ: {'; '.join(differing[:5])}. {advice}, and start them again from a checkpoint"
+            raise DivergedError(self._apart)
+        self.said.clear()
+        return True
+
     def _place(self, mine: Row) -> str:
         """Where this rank is, in words."""
         noted = f", having called {', '.join(self.noted)}" if self.noted else ""
@@ -233,6 +308,13 @@ class Standing:
         at = f"; its last collective: {in_words(self._row(*self.at), self._names, '')}" if self.at is not None else ""
         called = f"; it called {self.called}" if self.called else ""
         return f"in or after forward {self.forwards}, with {self.backwards} backwards, {self.steps} steps{at}{called}"
+
+
+def _close(some: Sequence[float], others: Sequence[float]) -> bool:
+    return len(some) == len(others) and all(
+        math.isclose(one, other, rel_tol=CLOSE) or (math.isnan(one) and math.isnan(other))
+        for one, other in zip(some, others, strict=True)
+    )
 
 
 def _told(text: str) -> str:

@@ -30,14 +30,14 @@ _TRIES = 16
 Arranged = tuple[Planned, list[Sizes], list[Home]]
 
 
-def arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts = uncut) -> Arranged:
+def arrange(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cuts = uncut, replicas: int = 1) -> Arranged:
     """The groups of a model, what they take, and a home for each. PlanError, with the numbers and the nearest plan that would
     fit, before anything is allocated.
 
-    ``room``: what the plan says, or what the machine has.
+    ``room``: what the plan says, or what the machine has. ``replicas``: so many times ``world_size`` ranks have the model.
     """
     cuts = forced(model, plan) if cuts is uncut else cuts
-    search = _Search(model, plan, world_size)
+    search = _Search(model, plan, world_size, replicas)
     try:
         return search.fitting(plan, room, cuts)
     except PlanError as refusal:
@@ -54,8 +54,8 @@ def fitting(model: nn.Module, plan: Plan, world_size: int, room: Room, cuts: Cut
 class _Search:
     """Groups and homes for one model, under one budget after the other. Plans differ in nothing but budgets."""
 
-    def __init__(self, model: nn.Module, plan: Plan, world_size: int) -> None:
-        self._model, self._world_size = model, world_size
+    def __init__(self, model: nn.Module, plan: Plan, world_size: int, replicas: int = 1) -> None:
+        self._model, self._world_size, self._replicas = model, world_size, replicas
         self._groupings = Groupings(model, plan, world_size)
         self._sizes: dict[int, list[Sizes]] = {}
 
@@ -125,7 +125,7 @@ class _Search:
 
     def _sizes_of(self, planned: Planned, plan: Plan) -> list[Sizes]:
         if id(planned) not in self._sizes:
-            self._sizes[id(planned)] = sizes_of(planned, plan, self._world_size)
+            self._sizes[id(planned)] = sizes_of(planned, plan, self._world_size, self._replicas)
         return self._sizes[id(planned)]
 
 

@@ -35,8 +35,8 @@ from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers
 
 
-def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) -> list[Sizes]:
-    """What each group takes on one rank."""
+def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, replicas: int = 1) -> list[Sizes]:
+    """What each group takes on one rank of ``world_size``, with so many replicas of all of them."""
     known: dict[tuple[int, Hashable, bool, int], Sizes] = {}  # blocks are alike, and there may be hundreds
     found = []
     for unit, layout in planned:
@@ -50,7 +50,7 @@ def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int) ->
                 master = bytes_per_element(master_specs(layout.dtype, plan.lean and kind.trainable))
             if kind.trainable:
                 states = bytes_per_element(adamw_specs(layout.dtype, plan.lean))
-            size = group_sizes(layout, master + states, kind.trainable, plan, world_size, unit.several, master)
+            size = group_sizes(layout, master + states, kind.trainable, plan, world_size, unit.several, master, replicas)
             known[key] = replace(size, at_once_bytes=at_once)
         found.append(known[key])
     return found
@@ -64,13 +64,15 @@ def group_sizes(
     world_size: int,
     several: bool = False,
     master_bytes: int = 0,
+    replicas: int = 1,
 ) -> Sizes:
     """What a group takes on one rank. ``state_bytes``: of each element, master and optimizer state, of which ``master_bytes``
-    are the master's. ``several``: its gradient may land in several parts even in one pass."""
+    are the master's. ``several``: its gradient may land in several parts even in one pass. ``replicas``: of all ranks."""
     owned = layout.padded_numel if plan.stage == 0 else layout.shard_numel
     grad_item = (plan.sum_dtype or layout.dtype).itemsize
     reduced = layout.shard_numel + (layout.padded_numel if plan.stage == 0 else 0)  # stage 0: then gathered again
     packs = world_size > 1 and travels_packed(layout.dtype)
+    feeds = trainable and plan.reduce_feedback and travels_packed(layout.dtype)
     exchanged = packed_bytes(layout.padded_numel, plan.reduce_bits) if packs and trainable and plan.reduce_bits else 0
     kept = layout.padded_numel if plan.stage < 2 else layout.shard_numel
     nodes = plan.node_ranks is not None and 1 < plan.node_ranks < world_size
@@ -92,7 +94,8 @@ def group_sizes(
         sum_bytes=owned * max(4, grad_item) if trainable and (plan.passes > 1 or several) else 0,
         transit_bytes=packed_bytes(layout.padded_numel, plan.gather_bits) if packs and plan.gather_bits else 0,
         exchange_bytes=exchanged,
-        residual_bytes=layout.padded_numel * grad_item if packs and trainable and plan.reduce_feedback else 0,
+        residual_bytes=layout.padded_numel * grad_item if feeds and world_size > 1 else 0,
+        averaged_residual_bytes=owned * grad_item if feeds and replicas > 1 else 0,
         replica_bytes=layout.flat_bytes // per_node if nodes and plan.replica and plan.stage > 0 else 0,
         master_bytes=owned * master_bytes,
     )

@@ -76,5 +76,4 @@ def _noise(first: int, count: int, seed: int, device: torch.device) -> torch.Ten
     x = x ^ seed
     x = ((x ^ (x >> 16)) * _MIX) & _MASK
     x = ((x ^ (x >> 16)) * _MIX) & _MASK
-    x = x ^ (x >> 16)
     return (x >> 16).float() * 2.0**-16 + 2.0**-17

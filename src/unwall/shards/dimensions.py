@@ -48,6 +48,11 @@ class Others:
         return size
 
     @property
+    def replica_count(self) -> int:
+        """How many ranks hold the same shard, this one included."""
+        return 1 if self.replicas is None else self.replicas.size
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank answers for the tensor ranks and the replicas: it gets what is whole, and writes what all have."""
         mine = [dimension.ranks.rank for dimension in self.tensor]

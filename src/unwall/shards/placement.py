@@ -61,6 +61,8 @@ class Sizes:
     """The same for the whole gradient. It is part of ``grad_part_bytes``, once as it is sent and once as it is received."""
     residual_bytes: int = 0
     """What is kept on the device of the gradient that rounding took from what was sent."""
+    averaged_residual_bytes: int = 0
+    """What is kept on the host of this rank's gradient that rounding took from what was sent to other replicas."""
     replica_bytes: int = 0
     """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
     master_bytes: int = 0
@@ -117,7 +119,7 @@ def device_bytes_of(sizes: Sizes, home: Home) -> int:
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
-    held = _on("host", sizes, home) + replica_bytes_on("host", sizes, home)
+    held = _on("host", sizes, home) + replica_bytes_on("host", sizes, home) + sizes.averaged_residual_bytes
     return held + (sizes.sum_bytes if home.grads == "host" else 0)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from unwall.shards.lines import ends_of, is_loopback, lines
+from unwall.shards.uncaught import tell_uncaught
 
 LOOK_S = 0.5
 """How often the thread looks into the store."""
@@ -84,6 +85,8 @@ class Watch:
         """Ends the exchange in which the others learn of this rank's fault, while that is under way."""
         self.failed = False
         """A look has failed, and that was said."""
+        self.thread = threading.get_ident()
+        """The one that used the model last."""
         self.dimension = ""
         """Of a mesh, whose ranks these are: for messages."""
         self.names: list[str] = []
@@ -100,6 +103,7 @@ class Watch:
         self._ends: tuple[str, str] | None = None  # this machine's address and the store's, once they are needed
         self._set(f"who/{rank}", " ".join(map(str, (_machine(), os.getpid(), _look_up(os.getpid())[1]))))
         _begin_looking(self)
+        tell_uncaught(self)
 
     def let_go(self) -> None:
         """Keeps the store no longer."""
@@ -130,6 +134,21 @@ class Watch:
             _wake.set()  # the thread gives up what the device is stuck in, before torch's own watchdog ends the process
         if not self._get("end"):
             self._set("end", text)
+
+    def tell_ended(self, what: str) -> None:
+        """An exception has ended this rank's script: see shards/uncaught.py."""
+        name = self.names[self._rank] if self.names else f"rank {self._rank}"
+        self.tell_end(f"{name} has ended with {what}. It was {self.where()}. Start all ranks again, from a checkpoint")
+
+    def come_alike(self, what: str, seconds: float) -> bool:
+        """Whether all other ranks say the same within this time: only after something has gone wrong."""
+        self._set(f"{what}/{self._rank}", "here")
+        until = time.monotonic() + seconds
+        while not all(self._get(f"{what}/{rank}") for rank in self._others):
+            if time.monotonic() >= until or self.end or self.fault:
+                return False
+            time.sleep(LOOK_S / 25)
+        return True
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """One rank on a virtual clock: its queues of work and the account of its device."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -90,6 +91,11 @@ class RanksAlike:
 
     def fail_for_good(self, error: BaseException, why: str) -> bool:  # noqa: ARG002 (ranks that never fail)
         return False
+
+    def fail_alone(self, error: BaseException, why: str = "") -> bool:  # noqa: ARG002
+        return False
+
+    def say(self, values: "array[float]", names: Callable[[], list[str]], advice: str) -> None: ...
 
     def rejoin(self) -> None: ...
 

@@ -1,0 +1,47 @@
+"""The numbers with which an optimizer steps, for the ranks to compare: each of them updates its own part of a parameter.
+
+[Note: the same numbers]
+A learning rate that one rank has set and another has not would make every parameter a mixture, part by part. So a step hands
+its numbers to the agreement (schedule/agreement.py), which puts their fingerprint into what the ranks exchange anyway, and
+names those that differ. Only numbers that the optimizer knows are compared, not whatever else lies in a param group.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Numbers = tuple["array[float]", Callable[[], list[str]], str]
+_ADVICE = (
+    "Each rank updates its own part of every parameter, so the model has become a mixture. Set the same on all ranks (a "
+    "scheduler that looks at a loss needs the same loss everywhere: average it over them)"
+)
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> Numbers:
+    """Of a step, what they are called, and what to do where they differ. ``options``: names of those that count; ``clip``: the
+    norm to which gradients are clipped."""
+    values = array("d", [value for _, value in _pairs(groups, options, clip)])
+    return values, lambda: [name for name, _ in _pairs(groups, options, clip)], _ADVICE
+
+
+def _pairs(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> Iterator[tuple[str, float]]:
+    if clip is not None:
+        yield "max_grad_norm", clip
+    for number, group in enumerate(groups):
+        yield f"the number of parameters of param group {number}", len(group["params"])
+        for name in options:
+            for value in _numbers_in(group.get(name)):
+                yield f"{name} of param group {number}", value
+
+
+def _numbers_in(option: Any) -> Iterator[float]:
+    if isinstance(option, int | float):
+        yield option
+    elif isinstance(option, torch.Tensor):
+        if option.numel() == 1 and option.device.type == "cpu":  # elsewhere a look would wait for the device
+            yield float(option)
+    elif isinstance(option, tuple | list):
+        for part in option:
+            yield from _numbers_in(part)
