@@ -33,6 +33,22 @@ def test_the_command_by_its_module_where_nothing_is_installed(tmp_path):
     assert found.stdout == f"unwall {unwall.__version__}\n"
 
 
+def test_the_command_says_its_options_without_torch_and_every_name_is_there():
+    """torch takes seconds to import; a program that imports it later finds everything all the same."""
+    code = """if True:
+        import sys, unwall.cli
+        from typer.testing import CliRunner
+        for given in (["--help"], ["train", "--help"], ["plan"], ["train", "--model", "x", "--data", "y", "--out", "z", "--seq", "0"]):
+            CliRunner().invoke(unwall.cli.app, given)
+        assert "torch" not in sys.modules
+        assert [name for name in unwall.__all__ if not hasattr(unwall, name)] == []
+        print(unwall.runtime.__name__, hasattr(unwall, "no_such_name"))
+    """
+    environment = os.environ | {"PYTHONPATH": str(SOURCES.parent)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout == "unwall.runtime False\n", found.stderr
+
+
 def test_no_arguments_are_help_and_an_unknown_command_is_an_error():
     shown = CliRunner().invoke(app, [])
     assert shown.exit_code == 0

@@ -13,12 +13,11 @@ import typer
 from typer.core import TyperCommand
 
 from unwall._version import __version__
-from unwall.train.start import process_age_s
+from unwall.train.start import process_age_s, without_collector
 
 if TYPE_CHECKING:
     from unwall.planner.probe import Progress
 
-_IMPORTED_S = process_age_s()
 app = typer.Typer(add_completion=False)
 
 
@@ -42,12 +41,13 @@ def main(
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 40,
     out: Annotated[Path, typer.Option(help="The directory for the log and the report.")] = Path("unwall-demo"),
 ) -> None:
     """Train a byte-level language model on unwall's own source files, far beyond its budgets, with plain PyTorch beside it."""
     with _said_plainly():
-        from unwall.demo import run  # torch is only imported when something is trained
+        with without_collector():
+            from unwall.demo import run  # torch is only imported when something is trained
 
         run(steps, out)
 
@@ -127,11 +127,12 @@ def _plan(
     model: str, *, gpus: int | None, nodes: int, hardware: str | None, dtype: str | None, plot: Path | None, dry_run: bool,
     as_json: bool, verbose: bool, vocab: int, **options: Any,
 ) -> None:  # fmt: skip
-    from unwall.planner.choose import check_objective
-    from unwall.planner.public import kept_of, machine_of
-    from unwall.planner.public import plan as choose
-    from unwall.planner.read import read_dtype, read_model
-    from unwall.planner.report import dry_run_table, short, tables, to_dict
+    with without_collector():
+        from unwall.planner.choose import check_objective
+        from unwall.planner.public import kept_of, machine_of
+        from unwall.planner.public import plan as choose
+        from unwall.planner.read import read_dtype, read_model
+        from unwall.planner.report import dry_run_table, short, tables, to_dict
 
     if plot is not None and plot.suffix != ".svg":
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
@@ -141,7 +142,7 @@ def _plan(
     kept_of(options["activations"], options["offload_activations"])
     outline = read_model(model, vocab)
     with _progress() as told:
-        machine, ranks = machine_of(hardware, None, options["disk"], told)
+        machine, ranks = machine_of(hardware, None, options["disk"], told, read_dtype(dtype))
     if hardware is not None or gpus is not None or nodes != 1:
         machine = machine.with_nodes(nodes, gpus)
         ranks = machine.devices
@@ -221,10 +222,14 @@ def train(
         if nproc is not None and not under_launcher():
             code = launch(nproc, sys.argv[1:])
         else:
-            from unwall.train.command import run
+            from unwall.train.ahead import read_ahead
+
+            read_ahead(options)
+            with without_collector():
+                from unwall.train.command import run
 
             with _progress() as told:
-                code = run(options, told, _IMPORTED_S)
+                code = run(options, told, process_age_s())
     if code:
         raise typer.Exit(code=code)
 

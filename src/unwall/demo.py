@@ -78,7 +78,7 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of the demo. The default takes about a minute on two cores."""
+    """Of the demo. The default takes well under a minute on two cores."""
 
     width: int = 256
     layers: int = 6
@@ -216,7 +216,7 @@ def _prediction(model: ByteModel, plan: Plan, size: Size) -> tuple[dict[str, Any
     from unwall.planner.public import machine_of
 
     try:
-        machine, _ = machine_of(None, 1, plan.directories[0])
+        machine, _ = machine_of(None, 1, plan.directories[0], None, torch.float32)
         load = Workload(batch=size.batch, seq=size.context, clip=True)
         job = make_job(outline_of(model), plan, 1, load, plan.budget_device_bytes or 0, plan.budget_host_bytes)
         return predict(job, machine).to_dict(), machine.to_dict()

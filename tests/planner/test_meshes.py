@@ -36,7 +36,20 @@ def test_costs_by_hand():
     assert pipe.pipe_s == pytest.approx(2 * 4 * tokens * 1024 * 2 / (380e9 / 8))  # a node is a stage
     assert pipe.data_s == pytest.approx(2 * (7 / 8) * (psi / 2 * 2) / 360e9)
     twice = cost_of(Mesh(1, 2, 8, 1), shape, hardware, 16, 512, BF16)  # shards in a node, replicas over nodes
-    assert twice.data_s == pytest.approx(2 * (7 / 8) * psi * 2 / 360e9 + 2 * (1 / 2) * psi * 2 / 8 / (380e9 / 8))
+    assert twice.data_s == pytest.approx(2 * (7 / 8) * psi * 2 / 360e9)
+    assert twice.replica_s == pytest.approx(4 * psi / 8 / (380e9 / 8))  # the other one's, in fp32, over the network
+
+
+def test_what_replicas_exchange_is_waited_for_once_per_step():
+    """Each gets the gradients of all others, in fp32, when the step begins: nothing is computed meanwhile."""
+    shape, hardware = from_shape("4x1024x8"), dataclasses.replace(slow(4), device_bytes=1 << 30)
+    four = cost_of(Mesh(1, 4, 8, 1), shape, hardware, 32, 512, BF16)
+    assert four.replica_s == pytest.approx(3 * 4 * shape.params / 8 / (3e9 / 8))
+    assert four.step_s == pytest.approx(max(four.compute_s, four.data_s) + four.replica_s)
+    assert "between replicas" in four.terms()
+    two = cost_of(Mesh(2, 2, 8, 1), shape, hardware, 64, 512, BF16)
+    assert (two.passes, two.replica_s) == (4, pytest.approx(4 * shape.params / 2 / 8 / (3e9 / 8)))
+    assert cost_of(Mesh(1, 1, 32, 1), shape, hardware, 32, 512, BF16).replica_s == 0
 
 
 def test_without_room_zero_moves_three_times_the_parameters():

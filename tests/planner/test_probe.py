@@ -39,6 +39,27 @@ def test_is_measured_once_and_remembered(counted):
     assert first.disk_bytes == 0
 
 
+def test_only_what_is_computed_in_is_measured(counted):
+    first = probe.probe(dtypes=[torch.bfloat16])
+    assert set(first.matmul_flops_per_s) == set(first.block_flops_per_s) == {"bfloat16"}
+    assert counted.count("block_rate") == 1
+    counted.clear()
+    both = probe.probe(dtypes=[torch.float32, torch.bfloat16])
+    assert set(both.matmul_flops_per_s) == set(both.block_flops_per_s) == {"float32", "bfloat16"}
+    assert counted == ["matmul_rate", "block_rate"]
+    counted.clear()
+    assert probe.probe() == probe.probe() == probe.probe(dtypes=[torch.bfloat16]) == both
+    assert counted == ["matmul_rate"]  # of fp16, in which it does not compute
+
+
+def test_where_it_does_not_compute_in_what_is_asked_for_the_others_are_measured(counted):
+    found = probe.probe(dtypes=[torch.float16])
+    assert set(found.matmul_flops_per_s) == {"float32", "bfloat16"}
+    counted.clear()
+    assert probe.probe() == found
+    assert counted == []
+
+
 def test_the_disk_is_measured_when_it_is_asked_for(counted, tmp_path):
     probe.probe()
     counted.clear()

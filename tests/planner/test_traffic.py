@@ -12,7 +12,7 @@ from unwall.planner.outline import outline_of
 from unwall.planner.pace import NEAR, pace_of
 from unwall.planner.predict import predict, work_of
 from unwall.planner.simulation.run import Simulation
-from unwall.planner.traffic import of_near_gather
+from unwall.planner.traffic import of_near_gather, with_nodes
 from unwall.plans import Plan
 from unwall.shards.placement import device_bytes_of, working_bytes
 
@@ -46,8 +46,12 @@ def counted(cases):
 
 def planned(fields):
     """The same case for the planner, with room for nothing beside what is in use."""
+    return planned_with(Plan(**fields))
+
+
+def planned_with(plan):
     outline, load = outline_of(build(blocks=SETUP.blocks)), Workload(batch=8, seq=1, clip=False)
-    return with_room(make_job(outline, Plan(**fields), 4, load, None, None), 1)
+    return with_room(make_job(outline, plan, 4, load, None, None), 1)
 
 
 def with_room(found, device_bytes):
@@ -86,6 +90,16 @@ def test_where_room_is_short_further_gathers_stay_inside_the_node(name):
     assert short.traffic.near - full.traffic.near == pytest.approx((short.gathers - full.gathers) * near, rel=0.3)
     assert short.traffic.everyone == full.traffic.everyone
     assert short.traffic.across == full.traffic.across
+
+
+def test_the_planner_knows_the_nodes_of_its_machine():
+    """As shard asks the launcher: where a second copy inside the node is wanted, and nobody has said what a node is."""
+    wanted = Plan(**{**CASES["a second copy on the host"], "node_ranks": None})
+    filled = with_nodes(wanted, CLUSTER, 4)
+    assert filled == Plan(**CASES["a second copy on the host"])
+    assert work_of(planned_with(filled)).near_bytes > 0 == work_of(planned_with(wanted)).near_bytes
+    for plan, ranks in ((wanted, 1), (Plan(**INT8), 4), (dataclasses.replace(wanted, node_ranks=3), 4)):
+        assert with_nodes(plan, CLUSTER, ranks) is plan
 
 
 def test_the_hop_inside_the_node_takes_its_time():

@@ -8,7 +8,9 @@
   hidden size, each 2 (tp - 1) / tp of that on the node's links. Nothing is computed meanwhile.
 - ``dp``: gathers and reductions of Psi, each (n - 1) / n of it. Where Psi has room on the device it is gathered once per step,
   otherwise twice per pass, which is ZeRO's 3 Psi. A pass reduces once; a pipeline with room once per step. Groups over nodes
-  share each node's network. Replicas add up their shards' gradients over the network. All of that hides behind compute.
+  share each node's network. All of that hides behind compute.
+- Replicas: each rank gets the gradients of its shard from all others, in fp32, once per step and over the network. That is done
+  when the step begins ([Note: replicas] in runtime/replicas.py), so nothing hides it.
 - ``pp``: of m microbatches of one sample, (pp - 1) / m of the step's compute is waited for (1F1B). Activations go to the next
   stage and their gradients back; that hides, too.
 - States that do not fit on the device are on the host: there and back over the host link, hidden; and the update, which is not.
@@ -54,8 +56,10 @@ class MeshCost:
     """All-reduces of the tensor ranks."""
     data_s: float
     """Gathers and reductions; hidden as far as compute goes."""
+    replica_s: float
+    """Gradients of the other replicas; nothing hides them."""
     pipe_s: float
-    """Activations between stages; hidden, too."""
+    """Activations between stages; hidden as gathers are."""
     bubble_s: float
     host_s: float
     """The host link; hidden, too."""
@@ -66,7 +70,7 @@ class MeshCost:
     @property
     def step_s(self) -> float:
         at_work = max(self.compute_s + self.tensor_s, self.data_s, self.pipe_s, self.host_s)
-        return at_work + self.bubble_s + self.update_s
+        return at_work + self.bubble_s + self.replica_s + self.update_s
 
     def plan_code(self) -> str:
         """The plan that goes with the mesh."""
@@ -78,7 +82,8 @@ class MeshCost:
         """Seconds, by what takes them."""
         named = {
             "compute": self.compute_s, "tp all-reduces": self.tensor_s, "ZeRO's gathers and reductions": self.data_s,
-            "between stages": self.pipe_s, "bubble": self.bubble_s, "host link": self.host_s, "update": self.update_s,
+            "between replicas": self.replica_s, "between stages": self.pipe_s, "bubble": self.bubble_s,
+            "host link": self.host_s, "update": self.update_s,
         }  # fmt: skip
         return {name: value for name, value in named.items() if value}
 
@@ -128,24 +133,30 @@ def _cost(
         pipe = 2 * passes * tokens * hidden * item / between
     cost = MeshCost(
         mesh=mesh, passes=passes, recompute=recompute, on_host=on_host, device_bytes=device, compute_s=compute, tensor_s=tensor,
-        data_s=_data_s(mesh, hardware, item * psi, gathers, reduces), pipe_s=pipe,
+        data_s=_data_s(mesh, hardware, item * psi, gathers + reduces), replica_s=_replica_s(mesh, hardware, shard, item),
+        pipe_s=pipe,
         bubble_s=(mesh.pp - 1) / passes * (compute + tensor) if mesh.pp > 1 else 0.0, host_s=host, update_s=update,
     )  # fmt: skip
     lack = _lack(cost, hardware, zero_state_bytes(shard, 1, 3))
     return replace(cost, lack=lack) if lack else cost
 
 
-def _data_s(mesh: Mesh, hardware: Hardware, psi_bytes: float, gathers: int, reduces: int) -> float:
-    """Gathers and reductions over the shards, and what replicas exchange."""
+def _data_s(mesh: Mesh, hardware: Hardware, psi_bytes: float, times: int) -> float:
+    """Gathers and reductions over the shards."""
     inside, groups = mesh.spread(hardware)
     link = hardware.collective_bytes_per_s or float("inf")
     network = hardware.network_bytes_per_s / groups if hardware.nodes > 1 else float("inf")
     rate = link if mesh.shards <= inside else min(link, network)
-    total = (gathers + reduces) * (mesh.shards - 1) / mesh.shards * psi_bytes / rate
-    if mesh.replicas > 1:  # every rank of the node has a shard to exchange
-        apart = hardware.network_bytes_per_s / hardware.devices_per_node if hardware.nodes > 1 else link
-        total += reduces * 2 * (mesh.replicas - 1) / mesh.replicas * psi_bytes / mesh.shards / apart
-    return total
+    return times * (mesh.shards - 1) / mesh.shards * psi_bytes / rate
+
+
+def _replica_s(mesh: Mesh, hardware: Hardware, shard_numel: float, item: int) -> float:
+    """What each rank gets of the other replicas' gradients. Every rank of the node has a shard to exchange."""
+    if mesh.replicas == 1:
+        return 0.0
+    link = hardware.collective_bytes_per_s or float("inf")
+    apart = hardware.network_bytes_per_s / hardware.devices_per_node if hardware.nodes > 1 else link
+    return (mesh.replicas - 1) * max(item, 4) * shard_numel / apart
 
 
 def _device_bytes(

@@ -21,6 +21,7 @@ from unwall.tiers.device import default_device
 
 VERSION = 1
 """The version of what is measured: raise it when an old file would be read wrongly."""
+_ALL = [dtype_name(dtype) for dtype in measure.DTYPES]
 Progress = Callable[[str, int, int], None]
 """Told what is measured next, its number, and how many there are."""
 
@@ -59,39 +60,60 @@ def cache_file(found: dict[str, Any] | None = None) -> Path:
     return Path(base) / "unwall" / f"machine-{key}.json"
 
 
-def probe(disk: str | Path | None = None, refresh: bool = False, progress: Progress | None = None) -> Hardware:
+def probe(
+    disk: str | Path | None = None,
+    refresh: bool = False,
+    progress: Progress | None = None,
+    dtypes: Iterable[torch.dtype] = measure.DTYPES,
+) -> Hardware:
     """This machine's ceilings, measured in a few seconds the first time and then remembered.
 
     ``disk``: a directory on the drive to measure. Without it the disk is left out, unless it was measured before.
+    ``dtypes``: what will be computed in. The others are measured once they are asked for, or where none of these is known.
     ProbeError where that directory cannot be written.
     """
     path = cache_file()
     known = None if refresh else _read(path)
     directory = None if disk is None else _directory(disk)
     device = default_device()
-    tasks = _tasks(device, directory)
+    before: list[str] = [] if known is None else known.get("dtypes", _ALL)
+    asked = [dtype for dtype in dtypes if dtype_name(dtype) not in before]
+    tasks = _tasks(device, directory, asked)
     if known is not None:
-        tasks = [(name, task) for name, task in tasks if name in _missing(known, directory)]
+        tasks = [(name, task) for name, task in tasks if name in _missing(known, directory, asked)]
         if not tasks:
             return from_dict(known["hardware"], str(path))
     values = {} if known is None else dict(known["hardware"])
     for number, (name, task) in enumerate(tasks):
         if progress is not None:
             progress(name, number, len(tasks))
-        values |= task()
+        _add(values, task())
     if progress is not None:
         progress("done", len(tasks), len(tasks))
+    done = [*before, *map(dtype_name, asked)]
+    if not any(name in values["matmul_flops_per_s"] for name in done):
+        others = [dtype for dtype in measure.DTYPES if dtype_name(dtype) not in done]
+        for found in (_products(device, others), _blocks(device, others)):
+            _add(values, found)
+        done = _ALL
     for dtype, rate in values["block_flops_per_s"].items():  # a block is mostly products: what it reaches, they reach
         values["matmul_flops_per_s"][dtype] = max(rate, values["matmul_flops_per_s"].get(dtype, 0.0))
     hardware = from_dict(values | _sizes(device), "the probe")
     measured = str(directory) if directory is not None else known and known.get("disk_directory")
-    _write(path, {"fingerprint": fingerprint(), "disk_directory": measured, "hardware": hardware.to_dict()})
+    content = {"fingerprint": fingerprint(), "disk_directory": measured, "dtypes": done, "hardware": hardware.to_dict()}
+    _write(path, content)
     return hardware
 
 
-def _missing(known: dict[str, Any], directory: Path | None) -> set[str]:
-    """What is asked for now and was not measured then: another disk, and collectives where there was one rank."""
-    found = set()
+def _add(values: dict[str, Any], found: dict[str, Any]) -> None:
+    """Puts fields beside those that are known; rates of a dtype beside those of others."""
+    for name, value in found.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, dict) else value
+
+
+def _missing(known: dict[str, Any], directory: Path | None, dtypes: list[torch.dtype]) -> set[str]:
+    """What is asked for now and was not measured then: another disk or dtype, and collectives where there was one rank."""
+    found = {"matmul", "blocks"} if dtypes else set()
     if directory is not None and known.get("disk_directory") != str(directory):
         found.add("disk")
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -100,7 +122,9 @@ def _missing(known: dict[str, Any], directory: Path | None) -> set[str]:
     return found
 
 
-def _tasks(device: torch.device, directory: Path | None) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+def _tasks(
+    device: torch.device, directory: Path | None, dtypes: list[torch.dtype]
+) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
     """(name, what measures it and gives fields of Hardware)."""
 
     def links() -> dict[str, Any]:
@@ -123,8 +147,8 @@ def _tasks(device: torch.device, directory: Path | None) -> list[tuple[str, Call
     tasks: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("links", links),
         ("host memory", lambda: {"host_memory_bytes_per_s": measure.update_rate(torch.get_num_threads())}),
-        ("matmul", lambda: {"matmul_flops_per_s": _by_dtype(lambda dtype: measure.matmul_rate(dtype, device))}),
-        ("blocks", lambda: _blocks(device)),
+        ("matmul", lambda: _products(device, dtypes)),
+        ("blocks", lambda: _blocks(device, dtypes)),
         ("collectives", lambda: {"collective_bytes_per_s": measure.collective_rate(device)}),
     ]
     if device.type == "cuda":
@@ -132,14 +156,14 @@ def _tasks(device: torch.device, directory: Path | None) -> list[tuple[str, Call
     return [*tasks, ("disk", disk)] if directory is not None else tasks
 
 
-def _by_dtype(rate: Callable[[torch.dtype], float | None]) -> dict[str, float]:
-    found = ((dtype_name(dtype), rate(dtype)) for dtype in measure.DTYPES)
-    return {name: value for name, value in found if value is not None}
+def _products(device: torch.device, dtypes: list[torch.dtype]) -> dict[str, Any]:
+    found = ((dtype_name(dtype), measure.matmul_rate(dtype, device)) for dtype in dtypes)
+    return {"matmul_flops_per_s": {name: value for name, value in found if value is not None}}
 
 
-def _blocks(device: torch.device) -> dict[str, Any]:
-    dtypes: Iterable[torch.dtype] = measure.DTYPES if device.type == "cuda" else (torch.float32, torch.bfloat16)
-    found = {dtype_name(dtype): measure.block_rate(dtype, device) for dtype in dtypes}
+def _blocks(device: torch.device, dtypes: list[torch.dtype]) -> dict[str, Any]:
+    able = dtypes if device.type == "cuda" else [dtype for dtype in dtypes if dtype is not torch.float16]
+    found = {dtype_name(dtype): measure.block_rate(dtype, device) for dtype in able}
     good = {name: pair for name, pair in found.items() if pair is not None}
     return {
         "block_flops_per_s": {name: pair[0] for name, pair in good.items()},

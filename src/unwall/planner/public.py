@@ -13,6 +13,7 @@ from unwall.planner.candidates import KEPT
 from unwall.planner.choose import ChosenPlan, Objective, check_objective, choose, dtype_of
 from unwall.planner.description import Description
 from unwall.planner.hardware import Hardware, load
+from unwall.planner.measure import DTYPES
 from unwall.planner.mesh_cost import MeshCost, compare_meshes, paste
 from unwall.planner.outline import Outline
 from unwall.planner.probe import Progress, probe
@@ -73,7 +74,7 @@ def plan(
             raise PlanError(f"ignore goes by the names of a module's parameters, but the model is {model!r}: give a module")
         outline = dataclasses.replace(outline, ignore=ignore)
     directory = None if disk is None else str(disk)
-    machine, ranks = machine_of(hardware, ranks, disk, progress)
+    machine, ranks = machine_of(hardware, ranks, disk, progress, compute_dtype)
     if directory is None and hardware is not None and machine.disk_bytes:
         directory = NOT_GIVEN
     budgets = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
@@ -120,13 +121,18 @@ def kept_of(activations: Keeping | None, offload: bool = False) -> tuple[Keeping
 
 
 def machine_of(
-    hardware: "Hardware | str | Path | None", ranks: int | None, disk: str | Path | None, progress: Progress | None = None
+    hardware: "Hardware | str | Path | None",
+    ranks: int | None,
+    disk: str | Path | None,
+    progress: Progress | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Hardware, int]:
-    """The machine and how many ranks use it. This machine: one rank, or those of ``torch.distributed``."""
+    """The machine and how many ranks use it. This machine: one rank, or those of ``torch.distributed``; it is measured for
+    ``dtype``, or for bf16."""
     if hardware is not None:
         machine = hardware if isinstance(hardware, Hardware) else load(hardware)
         return machine, machine.devices if ranks is None else ranks
-    machine = probe(disk=disk, progress=progress)
+    machine = probe(disk=disk, progress=progress, dtypes=(dtype if dtype in DTYPES else torch.bfloat16,))
     if ranks is None:
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if 1 <= ranks < machine.devices_per_node:

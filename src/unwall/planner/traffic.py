@@ -6,9 +6,11 @@ not: gathers of second copies stay inside the node, and packed gradients take tw
 the ranks at one place of all nodes. Each of these has a rate of its own (``Ceilings``).
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from unwall.planner.formulas import Ceilings
+from unwall.planner.hardware import Hardware
 from unwall.plans import Plan
 from unwall.shards.placement import Home, Sizes, replica_bytes_on, transit_bytes_of
 
@@ -44,6 +46,13 @@ class Traffic:
 
 def _seconds(nbytes: float, rate: float) -> float:
     return nbytes / rate if nbytes else 0.0
+
+
+def with_nodes(plan: Plan, hardware: Hardware, ranks: int) -> Plan:
+    """The plan with ``node_ranks`` filled in where ``shard`` would ask the launcher (``find_nodes`` in parallel/nodes.py)."""
+    if plan.replica is None or plan.node_ranks is not None or ranks == 1:
+        return plan
+    return dataclasses.replace(plan, node_ranks=min(hardware.devices_per_node, ranks))
 
 
 def ranks_per_node(plan: Plan, ranks: int) -> int:

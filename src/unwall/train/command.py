@@ -33,7 +33,7 @@ from unwall.train.planning import Decision, decide, sequences_per_rank
 from unwall.train.result import write_result
 from unwall.train.saving import AdapterSaver, FullSaver, has_checkpoint
 from unwall.train.signals import StopRequests
-from unwall.train.start import Start
+from unwall.train.start import Start, without_collector
 from unwall.train.tokens import Encoder, load_tokenizer
 from unwall.train.world import ToldElsewhereError, join_world, leave_world, one_voice, size_of_world, together
 
@@ -42,7 +42,8 @@ def train(options: Options, progress: Told | None = None, imported_s: float = 0.
     """One rank's part of ``unwall train``. ``imported_s``: what the process had taken until then."""
     start = Start(imported_s)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a thread of ours reads the data
-    _quiet()
+    with without_collector():
+        _quiet()
     rank, _, _ = size_of_world()
     if finished(options):
         if rank == 0:
@@ -66,7 +67,7 @@ def _train(options: Options, folder: RunFolder, progress: Told | None, start: St
     """Gives the signal that ended it before its last step."""
     rank, ranks, _ = size_of_world()
     decision = None
-    with one_voice():
+    with one_voice(), without_collector():
         sequences_per_rank(options, ranks)
         config = read_config(options)
         check_length(options, config, rank)

@@ -24,7 +24,7 @@ from unwall.tiers.device import default_device
 from unwall.train.errors import TrainError, missing
 from unwall.train.lora import add_adapters
 from unwall.train.options import Options
-from unwall.train.start import Start
+from unwall.train.start import Start, without_collector
 from unwall.train.world import size_of_world
 
 _SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -122,7 +122,8 @@ def make_model(options: Options, config: Any, plan: Plan, start: Start, *, resum
         start.lap("shard")
     else:
         reads = options.lora or not resumes
-        base = build_empty(options.model, kind, None, {})
+        with without_collector():  # its file is imported
+            base = build_empty(options.model, kind, None, {})
         if reads:  # files that do not match are refused before anything takes memory
             _check_weights(base, options)
         _prepare(base, options, plan)

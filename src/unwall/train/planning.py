@@ -19,6 +19,7 @@ from unwall.planner.probe import Progress
 from unwall.planner.public import machine_of
 from unwall.planner.public import plan as choose
 from unwall.planner.read import read_dtype
+from unwall.planner.traffic import with_nodes
 from unwall.planner.words import count
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import BudgetError, TierName
@@ -72,7 +73,7 @@ def decide(options: Options, outline: Outline, progress: Progress | None = None)
                 fields[name] = getattr(options, name)
         if options.states != "exact":
             fields["states"] = options.states
-        machine = _machine(fields.get("disk"), ranks, local, progress)
+        machine = _machine(fields.get("disk"), ranks, local, progress, fields.get("compute_dtype"))
         return _given(options, fields, outline, machine, ranks, per_rank)
     machine = _machine(options.disk, ranks, local, progress)
     least = options.accumulate or 1
@@ -105,10 +106,10 @@ def _times(accumulate: int | None) -> str:
     return f" and {accumulate} passes" if (accumulate or 1) > 1 else ""
 
 
-def _machine(directories: Any, ranks: int, local: int, progress: Progress | None) -> Hardware:
+def _machine(directories: Any, ranks: int, local: int, progress: Progress | None, dtype: torch.dtype | None = None) -> Hardware:
     """The machines of this run, as far as this one knows."""
     several = isinstance(directories, tuple)
-    machine, _ = machine_of(None, local, directories[0] if several else directories, progress)
+    machine, _ = machine_of(None, local, directories[0] if several else directories, progress, dtype)
     nodes = max(1, ranks // max(1, local))
     between = machine.collective_bytes_per_s or machine.host_to_device_bytes_per_s
     more: dict[str, Any] = {"collective_bytes_per_s": between} if ranks > 1 else {}
@@ -162,7 +163,7 @@ def _for_states(plan: Plan, outline: Outline, load: Workload, machine: Hardware)
 def _predicted(outline: Outline, plan: Plan, machine: Hardware, ranks: int, load: Workload) -> Any:
     room = plan.budget_device_bytes or int(0.9 * machine.device_bytes)
     host = plan.budget_host_bytes or int(0.85 * machine.host_bytes) // machine.devices_per_node
-    return predict(make_job(outline, plan, ranks, load, room, host), machine)
+    return predict(make_job(outline, with_nodes(plan, machine, ranks), ranks, load, room, host), machine)
 
 
 def read_plan(path: Path) -> dict[str, Any]:
