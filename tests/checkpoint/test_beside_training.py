@@ -154,7 +154,7 @@ def test_old_ones_stay_until_the_new_one_is_complete(tmp_path, gate):
     assert there() == ["checkpoint-000003"]
 
 
-@pytest.mark.parametrize("then", ["wait", "save", "load"])
+@pytest.mark.parametrize("then", ["wait", "save", "load", "load_weights"])
 def test_a_failure_is_raised_at_the_next_occasion(tmp_path, monkeypatch, then):
     setup = Setup(blocks=2)
     model, optimizer = begin(setup, TIERS["host"], tmp_path)
@@ -169,11 +169,25 @@ def test_a_failure_is_raised_at_the_next_occasion(tmp_path, monkeypatch, then):
         "wait": pending.wait,
         "save": lambda: unwall.save(tmp_path / "saved", model, optimizer),
         "load": lambda: unwall.load(tmp_path / "saved", model, optimizer),
+        "load_weights": lambda: unwall.load_weights(model, tmp_path / "nothing"),
     }
     with pytest.raises(OSError, match="the drive is gone"):
         calls[then]()
     assert [path.name for path in (tmp_path / "saved").glob("checkpoint-*")] == ["checkpoint-000001"]
     assert unwall.load(tmp_path / "saved", model, optimizer) == "good"  # told once
+    with pytest.raises(unwall.CheckpointError, match=r"checkpoint-000002 was not saved: OSError.* the drive is gone"):
+        pending.wait()  # there is no path to give
+
+
+def test_the_program_may_go_to_another_directory_meanwhile(tmp_path, gate, monkeypatch):
+    model, _ = begin(Setup(blocks=2), TIERS["host"], tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    pending = unwall.save("saved", model, extra="here", block=False)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.open.set()
+    pending.wait()
+    assert unwall.load(tmp_path / "saved", model) == "here"
 
 
 def failing(*_):
@@ -207,6 +221,21 @@ model = torch.nn.Linear(512, 512)
 unwall.shard(model)
 unwall.save(sys.argv[1], model, extra="last", block=False)
 """
+
+
+FAILS = """
+from unwall.checkpoint import stream
+def failing(*_):
+    raise OSError(5, "the drive is gone")
+stream.OutStream._write = failing
+"""
+
+
+def test_a_script_that_ends_with_a_save_says_when_it_failed(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(unwall.__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", FAILS + ENDS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, check=True, timeout=250, capture_output=True, text=True)
+    assert f"unwall: {tmp_path}/checkpoint-000001 was not saved: OSError: [Errno 5] the drive is gone" in done.stderr
 
 
 def test_a_script_that_ends_with_a_save_ends_when_it_is_written(tmp_path):

@@ -1,6 +1,7 @@
 """The directory of checkpoints: odd names, links, full and read-only drives, and what is kept when a removal fails."""
 
 import errno
+import fcntl
 import os
 import shutil
 import sys
@@ -99,6 +100,29 @@ def test_two_saves_at_once_into_one_directory(tmp_path, model):
     theirs.finish(b"{}")
     assert complete(tmp_path) == [tmp_path / "checkpoint-000001", tmp_path / "checkpoint-000002"]
     assert unwall.load(tmp_path, model) == "ours"
+
+
+def test_a_process_that_was_forked_during_a_save_does_not_keep_its_locks(tmp_path):
+    """A worker of a data loader, say, while an old checkpoint is removed: the next save would wait for its end."""
+    ours = claim(tmp_path)
+    reading, writing = os.pipe()
+    with directory._locked(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the parent is done
+            os._exit(0)
+    try:
+        ours._let_go()
+        for file in (ours.path / "writing", tmp_path / ".lock"):
+            descriptor = os.open(file, os.O_RDWR)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where somebody has it
+            os.close(descriptor)
+    finally:
+        os.write(writing, b".")
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path, model):

@@ -163,6 +163,38 @@ def test_a_checkpoint_of_another_model_or_optimizer(tmp_path, saved):
     assert differing(everything(*begin(SETUP, TIERS["host"], tmp_path)), everything(model, optimizer)) == []
 
 
+class Pair(nn.Module):
+    """Two layers, tied or not, with a buffer."""
+
+    def __init__(self, tied, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        if tied:
+            self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.full((2,), 1e30).to(dtype))
+
+
+def test_two_values_for_what_is_one_parameter_now(tmp_path):
+    """One of them would be lost. Where both are the same it does not matter."""
+    model, tied = unwall.shard(Pair(False)), unwall.shard(Pair(True))
+    path, before = unwall.save(tmp_path, model), dict(tied.state_dict())
+    with pytest.raises(unwall.CheckpointError, match=r"first\.weight and second\.weight have different values .* tied here"):
+        unwall.load(path, tied)
+    assert differing(before, dict(tied.state_dict())) == []
+    with unwall.full_params(model, write=True), torch.no_grad():
+        model.second.weight.copy_(model.first.weight)
+    unwall.load(unwall.save(tmp_path, model), tied)
+    assert torch.equal(tied.state_dict()["second.weight"], model.state_dict()["first.weight"])
+
+
+def test_values_that_another_dtype_of_the_same_size_cannot_hold(tmp_path):
+    """1e30 of bf16 would be infinite in fp16."""
+    path = unwall.save(tmp_path, unwall.shard(Pair(True, torch.bfloat16)))
+    with pytest.raises(unwall.CheckpointError, match=r"scale is torch\.bfloat16 in it, .*not go into torch\.float16"):
+        unwall.load(path, unwall.shard(Pair(True, torch.float16)))
+
+
 def test_nothing_is_unpickled(saved, monkeypatch):
     def forbidden(*_, **__):
         raise AssertionError("a checkpoint was unpickled")

@@ -1,5 +1,6 @@
 """Files that are damaged, lie or belong to another model: one error that names file and tensor, and nothing has changed."""
 
+import itertools
 import json
 import os
 
@@ -207,6 +208,27 @@ def test_an_export_that_fails_leaves_nothing_and_keeps_what_was_there(model, tmp
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_an_export_over_an_older_one_that_is_interrupted_mixes_nothing(model, tmp_path, monkeypatch):
+    """Files of both have the same names: an index of the old ones would make a model of both."""
+    unwall.export_weights(model, tmp_path, max_shard_size=100)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    replace, turns = os.replace, itertools.count()
+
+    def interrupted(*paths):
+        if next(turns):
+            raise OSError(5, "interrupted")
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(OSError, match="interrupted"):
+        unwall.export_weights(model, tmp_path, max_shard_size=100)
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError, match="has neither"):
+        unwall.load_weights(model, tmp_path)
+    unwall.export_weights(model, tmp_path, max_shard_size=100)
+    unwall.load_weights(model, tmp_path)
 
 
 def test_weights_are_not_loaded_into_what_is_lent(model, tmp_path):

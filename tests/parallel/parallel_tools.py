@@ -46,6 +46,18 @@ def build():
     return Net()
 
 
+def library_model(kind):
+    """A small model of ``transformers``: Qwen3 has norms of single heads, and here one matrix for both embeddings."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+    more = {"Qwen3": {"head_dim": 8, "tie_word_embeddings": True}, "Mixtral": {"num_local_experts": 4}}.get(kind, {})
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).train()
+
+
 def spread(model, mesh, kind):
     """``kind``: plain, sequence-parallel or loss-parallel."""
     from torch.distributed.tensor import Replicate, Shard

@@ -12,6 +12,7 @@ from parallel_tools import (
     apart,
     batch,
     build,
+    library_model,
     loss_of,
     made,
     mesh_of,
@@ -56,6 +57,58 @@ def test_every_stage_kind_and_tier(ranks, tmp_path):
         cases = [(kind, {"stage": stage, **where}) for where, stage in itertools.product(tiers(tmp_path).values(), range(4))]
         for case, (parameters, norm) in zip(cases, ranks(4).run(parity, cases)[0], strict=True):
             assert (parameters < 1e-6, norm < 1e-6) == (True, True), case
+
+
+def library_parity(kinds):
+    """The same for models with plans of their own: parameters, and norms by how large they are."""
+    mesh, found = mesh_of(dp=2, tp=2), []
+    for number, kind in enumerate(kinds):
+        reference, expected = train_plain(library_model(kind), 5, 2)
+        spread_out = unwall.parallelize(library_model(kind), mesh)
+        model, optimizer = made(mesh, model=spread_out, **(HOST if number % 2 else {}))
+        norms = train(model, optimizer, 5, mesh.get_local_rank("dp"))
+        found.append((apart(model.state_dict(), reference), norms_apart(norms, expected) / max(expected)))
+    return found
+
+
+def test_models_of_the_library_train_as_one_process_does(ranks):
+    for parameters, norm in ranks(4).run(library_parity, ["Llama", "Qwen3", "Mixtral"])[0]:
+        assert parameters < 1e-6
+        assert norm < 1e-6
+
+
+def adapted(model):
+    import peft
+
+    torch.manual_seed(1)
+    targets = ["q_proj", "down_proj"]  # cut by columns, and by rows
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+def train_adapters():
+    """How far adapters of a spread model are from those of a plain one, and what is said of others."""
+    mesh, plain, said = mesh_of(dp=2, tp=2), adapted(library_model("Llama")), []
+    with pytest.raises(ValueError) as error:
+        unwall.parallelize(plain, mesh)
+    said.append(str(error.value))
+    model, optimizer = made(mesh, model=adapted(unwall.parallelize(library_model("Llama"), mesh)))
+    model.load_state_dict(plain.state_dict())
+    norms = train(model, optimizer, 3, mesh.get_local_rank("dp"))
+    reference, expected = train_plain(plain, 3, 2)
+    unseen = unwall.parallelize(library_model("Llama"), mesh)
+    for module in unseen.modules():
+        module.__dict__.pop("_hf_tp_plan", None)
+    with pytest.raises(ValueError) as error:
+        unwall.shard(adapted(unseen), None, mesh)
+    return apart(model.state_dict(), reference), norms_apart(norms, expected), [*said, str(error.value)]
+
+
+def test_adapters_are_spread_as_their_layers_are(ranks):
+    pytest.importorskip("peft")
+    far, norm, said = ranks(4).run(train_adapters)[0]
+    assert max(far, norm) < 1e-6
+    assert "q_proj has an adapter already: call unwall.parallelize first" in said[0]
+    assert "q_proj is not spread over the tensor ranks, but the layer is" in said[1]
 
 
 def narrow(options):

@@ -100,7 +100,7 @@ class Claimed:
     def _let_go(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.close(descriptor)
+            _unlock(descriptor)
 
 
 def claim(directory: str | Path) -> Claimed:
@@ -194,7 +194,14 @@ def _locked(directory: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        _unlock(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    """And closes. A process that was forked meanwhile (a worker of a data loader) has the descriptor, too, and would keep the
+    lock for as long as it runs: so it is given back in so many words."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _make(directory: Path) -> None:

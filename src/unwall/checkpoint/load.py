@@ -1,7 +1,7 @@
 """``unwall.load``."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from unwall.checkpoint.block_reading import BlockReading
+from unwall.checkpoint.boxes import Box, Part
 from unwall.checkpoint.directory import find
 from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.generators import write_generators
 from unwall.checkpoint.goals import Goal
-from unwall.checkpoint.manifest import Manifest
+from unwall.checkpoint.lots import CHUNK_ELEMENTS
+from unwall.checkpoint.manifest import Manifest, Tensor
 from unwall.checkpoint.matching import Matched, match
 from unwall.checkpoint.meeting import Meeting
 from unwall.checkpoint.names import Names, names_of
@@ -146,7 +148,27 @@ def _verify(engine: Engine, prepared: _Prepared, meeting: Meeting) -> None:
     files.verify(again, peers.index(meeting.rank), len(peers))
     files.keeps = False
     BlockReading(files, (state.goal for state in prepared.waiting.values())).run()
+    if peers[0] == meeting.rank:
+        _check_twins(files, prepared.matched.twins)
     _read_small(prepared, meeting)
+
+
+def _check_twins(files: CheckpointFiles, twins: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """CheckpointError where two tensors that are one parameter here have different values: one of them would be lost."""
+    for pair in twins:
+        numel = torch.Size(pair[0].shape).numel()
+        same = len({(tensor.shape, tensor.dtype) for tensor in pair}) == 1
+        for low in range(0, numel if same else 0, CHUNK_ELEMENTS):
+            part = Part(Box.whole(pair[0].shape), low, min(CHUNK_ELEMENTS, numel - low))
+            first, second = (torch.empty(part.numel, dtype=tensor.dtype) for tensor in pair)
+            files.read(pair[0], part, first)
+            files.read(pair[1], part, second)
+            same &= torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        if not same:
+            raise CheckpointError(
+                f"{files.directory} is of another model: {pair[0].name} and {pair[1].name} have different values in it, and "
+                "are tied here. Load it into a model where they are not"
+            )
 
 
 def _read_small(prepared: _Prepared, meeting: Meeting) -> None:

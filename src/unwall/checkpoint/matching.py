@@ -27,6 +27,8 @@ class Matched:
     """By the parameter's id, the optimizer's name and the state's."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
+    twins: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Two tensors of the checkpoint that are one parameter here, tied since: their values must be the same."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,7 +44,8 @@ def match(manifest: Manifest, engine: Engine, names: Names, optimizers: Trained,
     mine = {alias for all_names in here.values() for alias in all_names}
     _check_names("parameters", mine | stages.params, known, here.values(), where)
     for name, param in names.params.items():
-        tensor = next(known[alias] for alias in here[name] if alias in known)
+        tensor, *others = {id(known[alias]): known[alias] for alias in here[name] if alias in known}.values()
+        found.twins += [(tensor, other) for other in others]
         dtype, shape = param.dtype, tuple(param.shape)
         if id(param) in engine.places:
             dtype = engine.groups[engine.places[id(param)][0].group].layout.dtype
@@ -136,6 +139,13 @@ def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
         raise CheckpointError(
             f"{where}: {name} has the shape {tensor.shape} in it, in the model {shape}: it is of another model"
         )
-    widens = tensor.dtype.is_floating_point and dtype.is_floating_point and tensor.dtype.itemsize <= dtype.itemsize
-    if tensor.dtype != dtype and not widens:
+    if tensor.dtype != dtype and not _widens(tensor.dtype, dtype):
         raise CheckpointError(f"{where}: {name} is {tensor.dtype} in it, which does not go into {dtype} of the model")
+
+
+def _widens(saved: torch.dtype, here: torch.dtype) -> bool:
+    """Whether every value of one dtype is one of the other: not so with the two of 16 bits."""
+    if not (saved.is_floating_point and here.is_floating_point):
+        return False
+    narrow, wide = torch.finfo(saved), torch.finfo(here)
+    return narrow.max <= wide.max and narrow.eps >= wide.eps

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from unwall.checkpoint.directory import sync_directory
 from unwall.checkpoint.dtypes import name_of
 from unwall.checkpoint.match import Match
 from unwall.tiers.sizes import format_bytes
@@ -155,27 +156,36 @@ class OutFiles:
     def publish(self) -> None:
         """What rank 0 does when all have written: the files get their names, and leftovers of an earlier export go."""
         wanted = {file.name for file in self.files}
+        index = self.folder / INDEX
+        if len(self.files) > 1:  # an index of before would name files of both
+            index.unlink(missing_ok=True)
+            sync_directory(self.folder)
         for file in self.files:
             os.replace(self._partial(file), self.folder / file.name)
-        index = self.folder / INDEX
         if len(self.files) > 1:
-            index.write_text(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
+            sync_directory(self.folder)
+            self._write_index(index)
         else:
             index.unlink(missing_ok=True)
         for path in self.folder.iterdir():
             if path.name not in wanted and (_NUMBERED.fullmatch(path.name) or path.name == SINGLE):
                 path.unlink()
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_directory(self.folder)
+
+    def _write_index(self, index: Path) -> None:
+        """All of it or nothing."""
+        partial = self.folder / f".{INDEX}.partial"
+        with partial.open("w") as file:
+            file.write(json.dumps(self._index(), indent=2, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, index)
 
     def discard(self) -> None:
         """What rank 0 does when something failed."""
         self.close()
-        for file in self.files:
-            self._partial(file).unlink(missing_ok=True)
+        for path in (*map(self._partial, self.files), self.folder / f".{INDEX}.partial"):
+            path.unlink(missing_ok=True)
 
     def _index(self) -> dict[str, object]:
         sizes = self._specs.values()

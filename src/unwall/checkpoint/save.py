@@ -1,8 +1,11 @@
 """``unwall.save``."""
 
+import atexit
 import datetime
 import errno
+import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -35,7 +38,9 @@ class PendingSave:
     def __init__(self, save: Save, loans: Loans, keep: tuple[Any, ...]) -> None:
         self.path = save.directory
         """The checkpoint, once it is complete."""
+        self._number = next(_numbers)
         self._error: BaseException | None = None
+        self._failure: str | None = None
         self._keep: tuple[Any, ...] = keep  # an optimizer that went would take its states along
         self._ended = threading.Event()
         # Not a daemon: a script that ends after its last save ends when that is written.
@@ -51,6 +56,8 @@ class PendingSave:
             save.run(loans)
         except BaseException as error:
             self._error = error
+            self._failure = f"{self.path} was not saved: {type(error).__name__}: {error}"
+            _unheard[self._number] = self._failure
         finally:
             self._keep = ()
             self._ended.set()
@@ -60,15 +67,37 @@ class PendingSave:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """The checkpoint's path, once it is complete. Raises what the save failed with, once."""
+        """The checkpoint's path, once it is complete. Raises what the save failed with: a CheckpointError where that was
+        raised before, here or by the next save or load."""
+        error = self.ended_with(timeout)
+        if error is not None:
+            raise error
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+        return self.path
+
+    def ended_with(self, timeout: float | None = None) -> BaseException | None:
+        """Waits. Gives what the save failed with, once: the error holds on to what the save was about."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(WAIT_POLL_S):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.path} is not written after {timeout} s")
         error, self._error = self._error, None
-        if error is not None:
-            raise error
-        return self.path
+        _unheard.pop(self._number, None)
+        return error
+
+
+_numbers = itertools.count()
+_unheard: dict[int, str] = {}
+"""What saves beside training have failed with, by their numbers, until somebody is told."""
+
+
+@atexit.register
+def _say_what_nobody_heard() -> None:
+    """A program that ends with a save has no further occasion to be told of its failure. All saves have ended by now."""
+    for text in _unheard.values():
+        print(f"unwall: {text}", file=sys.stderr)
+    _unheard.clear()
 
 
 _pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDictionary()
@@ -77,12 +106,10 @@ _pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDict
 def finish_pending(engine: Engine) -> BaseException | None:
     """Waits for a save of this model that goes on beside training. Gives what it failed with, unless someone was told."""
     pending = _pending.pop(engine, None)
-    if pending is not None:
-        try:
-            pending.wait()
-        except BaseException as error:
-            return error
-    return None
+    try:
+        return None if pending is None else pending.ended_with()
+    except BaseException as interrupt:  # the other ranks are told of it
+        return interrupt
 
 
 def begin(engine: Engine, what: str) -> Meeting:
@@ -107,7 +134,8 @@ def save_engine(
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise ValueError(f"keep is how many checkpoints stay, 1 or more, or None for all of them, got {keep!r}")
     meeting = begin(engine, "save")
-    save, contents = _prepare(Path(path), engine, meeting, model, optimizers, extra, keep)
+    # Beside training the program may go to another directory.
+    save, contents = _prepare(Path(path) if block else Path(path).absolute(), engine, meeting, model, optimizers, extra, keep)
     if block:
         save.run()
         return save.directory

@@ -139,8 +139,9 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
     if engine is not None:
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
-        finish_pending(engine)  # it reads what is about to change
+        failure = finish_pending(engine)  # it reads what is about to change
         begin(engine, "unwall.load_weights")
+        agree(ranks, failure, "the save before")
     what = f"loading weights from {os.fspath(path)}"
     error: Exception | None = None
     matched = _match_together(plain(model), engine, path, strict, what)

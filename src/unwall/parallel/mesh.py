@@ -90,6 +90,20 @@ def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
     roles_of(mesh)
     for name, param in spread_parameters(model):
         _check_spread(name, param.device_mesh, mesh)  # type: ignore[attr-defined]
+    for name, adapter in adapted_layers(model):
+        own = [is_distributed(param) for path, param in adapter.named_parameters() if not path.startswith("base_layer.")]
+        if own and not any(own) and any(is_distributed(param) for param in adapter.base_layer.parameters()):  # type: ignore[union-attr]
+            raise ValueError(
+                f"the adapter of {name} is not spread over the tensor ranks, but the layer is: each rank would train another. "
+                "Use LoRA with unwall.parallelize, and peft.get_peft_model after it; other adapters need a mesh without 'tp'"
+            )
+
+
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that a library has put around a layer, with weights of their own beside it (PEFT's tuners)."""
+    for name, module in model.named_modules():
+        if isinstance(module._modules.get("base_layer"), nn.Module):
+            yield name, module
 
 
 def check_without_mesh(model: nn.Module) -> None:

@@ -6,7 +6,8 @@ things are done to make that right and fast here. Gradients are scaled on their 
 empty until backward has ended. They stay on this rank until the last backward of the step, where memory allows; then they are
 reduced once. And the whole step is one pass to the trace: the order of uses in one microbatch says nothing about what follows,
 that of a step repeats. Zero-bubble schedules compute the gradients of weights apart, with ``autograd.grad``, and put them into
-``.grad``: they are taken from there after each of these.
+``.grad``: they are taken from there after each of these, and reduced at ``optimizer.step`` where one of them is the last. What
+a stage must know of the batch is in parallel/batches.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from unwall.parallel.batches import Batches
 from unwall.parallel.mesh import check_mesh, describe, names_of, roles_of
 from unwall.parallel.split import counts_of, cut_of, keep_only, refuse_tied, stage_of
 from unwall.runtime.engine import Engine
@@ -84,9 +86,18 @@ class Stage(PipelineStage):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Done in backward already."""
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """torch asks two stages of one rank to hand on gradients in ``schedule.eval``, too, where there are none."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         engine = self.steps.engine
-        sync = backward_type != "input" and self.steps.is_last()
+        last = backward_type != "input" and self.steps.is_last()
+        sync = last and backward_type == "full"  # gradients of weights alone are not there yet when their backward ends
         apart = backward_type != "full"
         with nullcontext() if sync else engine.without_sync(), _plain(engine, self.submod) if apart else nullcontext():
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
@@ -140,30 +151,38 @@ def pipeline(
     counts = counts_of(model, cut, stages, split)
     refuse_tied(model, cut, counts)
     modules = [stage_of(model, cut, counts, number) for number in mine]
+    kind, group, single = get_schedule_class(schedule), along.get_group(), schedule.lower() in ONE_STAGE
+
+    def stages_on(device: torch.device) -> Any:
+        made = [Stage(module, number, stages, device, group=group) for number, module in zip(mine, modules, strict=True)]
+        return made[0] if single else made
+
+    kind(stages_on(torch.device("meta")), n_microbatches=microbatches)  # raises where it cannot run so many, or so few
     with keep_only(model, cut, counts, mine) as kept:
         part = shard(kept)
     engine = engine_of(part)
     for module in modules:
         follow_wrapper(engine, module)
     steps = Steps(engine, microbatches * len(mine))
-    made = []
-    for number, module in zip(mine, modules, strict=True):
-        made.append(Stage(module, number, stages, engine.device.device, group=along.get_group()))
-        made[-1].steps = steps
-    kind = _following(get_schedule_class(schedule), steps)
+    made = stages_on(engine.device.device)
+    for stage in [made] if single else made:
+        stage.steps = steps
     scaled = None if loss is None else lambda *args, **kwargs: Scaled.apply(loss(*args, **kwargs), microbatches)
-    single = schedule.lower() in ONE_STAGE
-    return part, kind(made[0] if single else made, n_microbatches=microbatches, loss_fn=scaled)
+    return part, _following(kind, steps, Batches(engine, microbatches))(made, n_microbatches=microbatches, loss_fn=scaled)
 
 
-def _following(kind: Any, steps: Steps) -> Any:
+def _following(kind: Any, steps: Steps, batches: Batches) -> Any:
     """torch's schedule, whose step is one pass."""
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.begin()
         peers = steps.engine.others.peers
-        with steps.engine.one_pass(), nullcontext() if peers is None else peers.named():
-            return kind.step(self, *args, **kwargs)
+        with nullcontext() if peers is None else peers.named():
+            batches.begin(self, args, kwargs)
+            with steps.engine.one_pass():
+                result = kind.step(self, *args, **kwargs)
+            batches.end()
+        return result
 
     return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})
 

@@ -4,6 +4,10 @@
 A stage is the model with identity modules in the place of other stages' layers. So names and numbers of layers stay what they
 were, and a state dict of a stage is a part of the model's. Where a rank runs several stages, each is a shallow copy of the
 containers: the layers themselves are the same objects.
+
+A decoder does more than run its modules one after the other: some multiply embeddings by a number, or logits, or bound them. So
+each stage runs the decoder's own forward. What that makes of hidden states which another stage sent, before the first layer, is
+left aside (``Arriving``), and what goes on to the next stage is taken where the last norm would be (``Leaving``).
 """
 
 import copy
@@ -20,6 +24,29 @@ class Elsewhere(nn.Module):
     """In the place of a layer that another stage runs."""
 
     def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        return x
+
+
+class Arriving(Elsewhere):
+    """In the place of the first layer: hidden states go on as another stage has sent them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: torch.Tensor | None = None
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.sent
+
+
+class Leaving(Elsewhere):
+    """In the place of the last norm: keeps the hidden states for the next stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: torch.Tensor | None = None
+
+    def forward(self, x: Any, *_: Any, **__: Any) -> Any:
+        self.given = x
         return x
 
 
@@ -40,19 +67,37 @@ class Cut:
 def cut_of(model: nn.Module) -> Cut:
     """ValueError for a model that cannot be cut."""
     if isinstance(model, nn.Sequential):
-        return Cut(list(model.named_children()))
+        if type(model).forward is not nn.Sequential.forward:
+            raise ValueError(
+                f"{type(model).__name__} is an nn.Sequential with a forward of its own, which every stage would run: put what "
+                "it does into a layer"
+            )
+        return _checked(model, Cut([(name, layer) for name, layer in model._modules.items() if layer is not None]))
     base = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
     layers = getattr(base, "layers", None)
     if isinstance(base, nn.Module) and isinstance(layers, nn.ModuleList) and hasattr(model, "lm_head"):
         path = next(name for name, module in model.named_children() if module is base)
         if isinstance(getattr(base, "embed_tokens", None), nn.Module) and isinstance(getattr(base, "norm", None), nn.Module):
             named = [(f"{path}.layers.{number}", layer) for number, layer in enumerate(layers)]
-            return Cut(named, (f"{path}.embed_tokens",), (f"{path}.norm", "lm_head"), decoder=True)
+            return _checked(model, Cut(named, (f"{path}.embed_tokens",), (f"{path}.norm", "lm_head"), decoder=True))
     raise ValueError(
         f"{type(model).__name__} cannot be cut into stages: nn.Sequential can, and decoders of transformers (embed_tokens, "
         "layers, norm, lm_head). For another model build the stages by hand with torch.distributed.pipelining, and shard each "
         "rank's module with unwall.shard"
     )
+
+
+def _checked(model: nn.Module, cut: Cut) -> Cut:
+    """ValueError where the model has parameters that would be in every stage."""
+    cut_names = (*cut.before, *(name for name, _ in cut.layers), *cut.after)
+    known = {id(param) for name in cut_names for param in model.get_submodule(name).parameters()}
+    for name, param in model.named_parameters():
+        if id(param) not in known:
+            raise ValueError(
+                f"{type(model).__name__} cannot be cut into stages: its parameter {name} belongs to none of its layers, so "
+                "every stage would train one of its own. Leave the 'pp' dimension out"
+            )
+    return cut
 
 
 def counts_of(model: nn.Module, cut: Cut, stages: int, split: Sequence[int] | None) -> list[int]:
@@ -147,7 +192,12 @@ def stage_of(model: nn.Module, cut: Cut, counts: list[int], stage: int) -> nn.Mo
     base._modules["layers"] = nn.ModuleList(base._modules["layers"])  # type: ignore[arg-type]
     copied._modules[path] = base
     _put_elsewhere(copied, cut, set(names))
-    return DecoderStage(copied, path, stage == 0, stage == len(counts) - 1)
+    arriving, leaving = None if stage == 0 else Arriving(), None if stage == len(counts) - 1 else Leaving()
+    if arriving is not None:
+        base._modules["layers"]._modules["0"] = arriving  # type: ignore[union-attr]
+    if leaving is not None:
+        base._modules["norm"] = leaving
+    return DecoderStage(copied, Seams(base, (model, model.get_submodule(path)), arriving, leaving))
 
 
 def _put_elsewhere(model: nn.Module, cut: Cut, kept: set[str]) -> dict[str, nn.Module | None]:
@@ -167,16 +217,48 @@ def _shallow(module: nn.Module) -> nn.Module:
     return copied
 
 
-class DecoderStage(nn.Module):
-    """A stage of a ``transformers`` decoder: from tokens or hidden states to hidden states or logits."""
+@dataclass(frozen=True)
+class Seams:
+    """Where a stage of a decoder begins and ends. No module, so nothing of it is listed twice."""
 
-    def __init__(self, model: nn.Module, path: str, first: bool, last: bool) -> None:
+    base: nn.Module
+    originals: tuple[nn.Module, nn.Module]
+    """The whole model and its base, of which the stage has copies."""
+    arriving: Arriving | None
+    leaving: Leaving | None
+
+
+class DecoderStage(nn.Module):
+    """A stage of a ``transformers`` decoder: from tokens or hidden states to hidden states or logits. [Note: identities]"""
+
+    def __init__(self, model: nn.Module, seams: Seams) -> None:
         super().__init__()
         self.model = model
-        self._path, self._first, self._last = path, first, last
+        self.seams = seams
 
     def forward(self, x: torch.Tensor, **options: Any) -> Any:
-        base, given = self.model._modules[self._path], {"input_ids" if self._first else "inputs_embeds": x}
-        assert base is not None
-        hidden = base(**given, use_cache=False, **options).last_hidden_state
-        return self.model.lm_head(hidden) if self._last else hidden  # type: ignore[operator]
+        seams = self.seams
+        arriving, leaving = seams.arriving, seams.leaving
+        for copied, original in zip((self.model, seams.base), seams.originals, strict=True):
+            copied.training = original.training  # train() and eval() are called on what pipeline gave
+        if arriving is not None:
+            arriving.sent = x
+        given = {"input_ids" if arriving is None else "inputs_embeds": x}
+        try:
+            if leaving is None:
+                return self.model(**given, use_cache=False, **options).logits
+            seams.base(**given, use_cache=False, **options)
+            return self._hidden(x, leaving.given)
+        finally:
+            if arriving is not None:
+                arriving.sent = None
+            if leaving is not None:
+                leaving.given = None
+
+    def _hidden(self, x: torch.Tensor, hidden: Any) -> torch.Tensor:
+        if isinstance(hidden, torch.Tensor) and hidden.shape[:2] == x.shape[:2]:
+            return hidden
+        raise ValueError(
+            f"{type(self.model).__name__} cannot be cut into stages: its layers do not hand hidden states, and nothing else, "
+            "from one to the next. Leave the 'pp' dimension out"
+        )

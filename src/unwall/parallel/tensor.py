@@ -1,5 +1,6 @@
 """``unwall.parallelize``: a transformers model spread over tensor ranks by the plan it brings along."""
 
+import re
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from unwall.parallel.mesh import describe, roles_of, spread_parameters
+from unwall.parallel.mesh import adapted_layers, describe, roles_of, spread_parameters
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import building, is_paged
 
@@ -18,6 +19,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     The model's own plan says which weights are cut by rows or columns. Build the model whole or on the meta device, with the
     same values on every rank; then ``unwall.shard(model, plan, mesh)`` with the same mesh. A mesh without such a dimension, or
     with one rank along it, changes nothing. For other models use torch's ``parallelize_module(model, mesh["tp"], ...)``.
+    Adapters come between the two: ``peft.get_peft_model`` spreads LoRA's as it finds the layers.
     """
     spread = [name for name, role in roles_of(mesh).items() if role == "tensor"]
     if len(spread) > 1:
@@ -34,6 +36,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     apply_tensor_parallelism(model, along)
     _tie_again(model, tied, along)
     _sum_gradients(model, along)
+    _tell_adapters(model, plan, along)
     return model
 
 
@@ -69,6 +72,8 @@ def _check(model: nn.Module, ranks: int) -> None:
             )
     for name, _ in spread_parameters(model):
         raise ValueError(f"parameter {name} is a DTensor already: the model was parallelized before")
+    for name, _ in adapted_layers(model):
+        raise ValueError(f"{name} has an adapter already: call unwall.parallelize first, then peft.get_peft_model")
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for field in ("num_attention_heads", "num_key_value_heads"):
@@ -118,6 +123,14 @@ def _sum_gradients(model: nn.Module, along: DeviceMesh) -> None:
             if "ReplicatedWithGradAllReduce" in getattr(hook, "__qualname__", ""):
                 del module._backward_hooks[key]
                 module.register_forward_pre_hook(SumGradients(along.get_group()))
+
+
+def _tell_adapters(model: nn.Module, plan: dict[str, str], along: DeviceMesh) -> None:
+    """PEFT looks for these two attributes of a layer, and spreads what it puts beside it accordingly."""
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if isinstance(module, nn.Linear) and style in ("colwise", "rowwise"):
+            module.__dict__.update(_hf_tp_plan=style, _hf_device_mesh=along)
 
 
 class SumGradients:

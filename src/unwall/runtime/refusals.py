@@ -24,9 +24,15 @@ def refuse_around(wrapper: nn.Module, inside: nn.Module, is_sharded: Callable[[n
 
 def refuse_reader(caller: str) -> None:
     """The same where the module (by its name) that reads a parameter belongs to FSDP, which registers what it wraps only after
-    it has taken the parameters out of it."""
+    it has taken the parameters out of it; and where it is torch's part of a zero-bubble schedule that was written by hand."""
     if caller.startswith("torch.distributed.fsdp."):
         raise _refused("fully_shard" if "_fully_shard" in caller else "FullyShardedDataParallel")
+    if caller == "torch.distributed.pipelining._backward":
+        raise RuntimeError(
+            "a zero-bubble schedule over a PipelineStage of torch's, with a sharded module: it looks for the autograd nodes of "
+            "parameters that are not shown now, and would lose their gradients. Use unwall.pipeline(..., schedule=...), or a "
+            "schedule that computes all gradients in one backward (GPipe, 1F1B, Interleaved1F1B)"
+        )
 
 
 def _refused(name: str) -> RuntimeError:
