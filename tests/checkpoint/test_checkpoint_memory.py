@@ -1,6 +1,7 @@
 """Host memory during a save and a load of a model whose states are on disk, far larger than what may be taken."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,4 @@ def test_a_model_of_4_gib_takes_little_host_memory(tmp_path):
         assert states > 4096 * MIB
         assert peak - steady < 512 * MIB, f"{mode}: {(peak - steady) / MIB:.0f} MiB above {steady / MIB:.0f} MiB"
         print(f"{mode}: {(peak - steady) / MIB:.0f} MiB above {steady / MIB:.0f} MiB")
+    shutil.rmtree(tmp_path / "saved")  # pytest would keep it, and those of the next runs

@@ -5,13 +5,13 @@ The machines are network namespaces of this one, with names of their own. Each h
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 from namespaces import ip, two_nodes
@@ -21,7 +21,7 @@ from test_parallel_kills import READY_STEPS, trainer
 from unwall.shards.lines import lines
 
 DIMENSIONS = ("dp", "tp", "pp")
-START_LIMIT_S, LIMIT_S = 360.0, 200.0
+START_LIMIT_S, LIMIT_S = 400.0, 300.0
 """Far beyond what the ranks need, far below the hour after which gloo gives up."""
 
 
@@ -73,11 +73,7 @@ def start(name: str, node: int, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.drill
-@pytest.mark.timeout(600)
 def test_a_machine_that_vanishes_is_named_in_every_dimension(tmp_path):
-    absent = [tool for tool in ("unshare", "hostname", "pkill") if shutil.which(tool) is None]
-    if absent:
-        pytest.skip(f"needs {', '.join(absent)}")
     with two_nodes() as names:
         machines = [start(name, node, tmp_path) for node, name in enumerate(names)]
         try:
@@ -93,9 +89,9 @@ def test_a_machine_that_vanishes_is_named_in_every_dimension(tmp_path):
                 machine.wait(timeout=LIMIT_S)
         finally:
             for machine in machines:
-                if machine.poll() is None:  # afterwards its number may be another process's
-                    subprocess.run(["pkill", "-KILL", "-P", str(machine.pid)], check=False)
-                machine.kill()
+                ranks = psutil.Process(machine.pid).children() if machine.poll() is None else []
+                for process in (machine, *ranks):  # first the one that could start others
+                    process.kill()
                 machine.wait()
     for dimension in DIMENSIONS:
         for node in range(2):

@@ -1,7 +1,9 @@
 """Tensors that share memory with a parameter and outlive its stay on the device keep their values; nothing crashes."""
 
 import gc
+import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import unwall
 from unwall.plans import Plan
+from unwall.shards import flat
 from unwall.shards.flat import FlatBuffer
 
 WIDTH = 64
@@ -180,6 +183,31 @@ def test_garbage_in_cycles_keeps_nothing(tmp_path, monkeypatch):
             iterate(model, optimizer, seed)
     finally:
         gc.enable()
+
+
+@pytest.mark.filterwarnings("error:.*shares memory")
+def test_a_thread_of_gloo_may_let_go_late(tmp_path, monkeypatch):
+    """It does not run for seconds, on a machine that does other things."""
+    model, optimizer = start("host", tmp_path, tight=True)
+    clock, slept = itertools.count(step=60), []
+    group = unwall.api.engine(model).groups[2]
+    kept = []
+
+    def keep(module, *_):
+        kept.append(module.weight.detach())
+        group.buffer._gathered = True
+
+    def sleep(_):
+        slept.append(0)
+        if len(slept) % 3 == 0:
+            kept.clear()
+
+    handle = model[2].register_forward_hook(keep)
+    monkeypatch.setattr(flat, "time", SimpleNamespace(monotonic=clock.__next__, sleep=sleep))
+    monkeypatch.setattr(FlatBuffer, "in_vain", flat.COLLECTIONS)
+    iterate(model, optimizer, 0)
+    handle.remove()
+    assert slept
 
 
 def test_memory_left_to_someone_comes_back_when_it_is_dropped(tmp_path):

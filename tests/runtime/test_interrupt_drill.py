@@ -84,16 +84,18 @@ def equal(one, other):
 
 
 def drill(place, dtype, kind, count, seed, inject, size):
-    """``inject(rng, size)`` makes the interrupt; ``size()`` measures how many places there are. Returns how many were raised."""
+    """``inject(rng, size)`` makes the interrupt; ``size()`` measures how many places there are. Trains until ``count`` interrupts
+    have been raised."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGALRM)}
     try:
-        return _drill(place, dtype, kind, count, seed, inject, size)
+        _drill(place, dtype, kind, count, seed, inject, size)
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
 
 
 def _drill(place, dtype, kind, count, seed, inject, size):
+    gc.collect()  # not in a step, where an interrupt could come while what other tests have left is finalised
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = start(place, dtype, kind, folder)
         taken, raised, rng = [], 0, random.Random(seed)
@@ -104,7 +106,10 @@ def _drill(place, dtype, kind, count, seed, inject, size):
             taken.append(step)
             sizes.append(counted.events)
         events = min(sizes)  # the first ones set things up, and in any of them what earlier tests have left may be collected
-        for step in range(6, 6 + count):
+        # Some are beyond the last event, as how many there are depends on the other threads. Those in a finaliser may be lost.
+        for step in range(6, 6 + 4 * count):
+            if raised == count:
+                break
             before = unwall.stats(model).steps
             try:
                 with inject(rng, events):
@@ -124,7 +129,7 @@ def _drill(place, dtype, kind, count, seed, inject, size):
             iterate(calm, calm_optimizer, step)
         assert equal(values(model, optimizer), values(calm, calm_optimizer))
         assert balance(model, optimizer) == balance(calm, calm_optimizer)
-        return raised
+        assert raised == count, f"{raised} interrupts in {4 * count} steps"
 
 
 def at_event(rng, size):
@@ -145,23 +150,21 @@ def in_hook(rng, size):
 @pytest.mark.drill
 @pytest.mark.parametrize(("place", "dtype", "kind"), ONE_RANK)
 def test_interrupts_anywhere(place, dtype, kind):
-    raised = drill(place, dtype, kind, PER_CASE, 1, at_event, AtEvent)
-    assert raised > PER_CASE * 0.85  # the others are beyond the last event: how many there are depends on the other threads
+    drill(place, dtype, kind, PER_CASE, 1, at_event, AtEvent)
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("place", "dtype", "kind"), TWO_RANKS)
 def test_interrupts_of_two_ranks(place, dtype, kind, ranks):
-    assert ranks(2).run(drill, place, dtype, kind, PER_CASE_OF_TWO, 2, in_hook, InHook) == [PER_CASE_OF_TWO] * 2
+    ranks(2).run(drill, place, dtype, kind, PER_CASE_OF_TWO, 2, in_hook, InHook)
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("place", "dtype", "kind"), [ONE_RANK[0], ONE_RANK[3], ONE_RANK[6], ONE_RANK[8]])
 def test_alarms_anywhere(place, dtype, kind):
-    assert drill(place, dtype, kind, PER_CASE_OF_ALARMS, 4, alarm_at_event, AtEvent) > PER_CASE_OF_ALARMS * 0.85
+    drill(place, dtype, kind, PER_CASE_OF_ALARMS, 4, alarm_at_event, AtEvent)
 
 
 @pytest.mark.parametrize("inject", [at_event, alarm_at_event])
 def test_a_few_interrupts(inject):
-    gc.collect()  # not in a step, where an interrupt could come while what other tests have left is finalised
-    assert drill("tight", torch.bfloat16, ADAMW, 12, 3, inject, AtEvent) > 6
+    drill("tight", torch.bfloat16, ADAMW, 12, 3, inject, AtEvent)

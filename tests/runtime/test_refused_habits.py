@@ -22,8 +22,9 @@ class Aliased(nn.Module):
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         if kind == "buffer":
             self.register_buffer("kept", self.first.weight.data)
-        elif kind == "parameter":
+        elif kind in ("parameter", "frozen"):
             self.second.weight.data = self.first.weight.data
+            self.first.weight.requires_grad_(kind == "parameter")
         elif kind == "part":
             whole = torch.randn(8, 4)
             self.first.weight.data, self.second.weight.data = whole[:4], whole[4:]
@@ -32,7 +33,14 @@ class Aliased(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.mark.parametrize(("kind", "match"), [("buffer", "buffer kept shares its memory"), ("parameter", "share their memory")])
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("buffer", "buffer kept shares its memory"),
+        ("parameter", "share their memory"),
+        ("frozen", "first.weight is frozen, and would not follow"),
+    ],
+)
 def test_memory_that_two_tensors_of_a_model_share(kind, match):
     with pytest.raises(RuntimeError, match=match):
         unwall.shard(Aliased(kind), FP32)

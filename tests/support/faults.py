@@ -208,8 +208,10 @@ def die():
 
 
 def pause(seconds=2):
-    """Stopped, and let go on by another process."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    """Stopped, and let go on by another process, which waits for the stop first."""
+    mine = f"/proc/{os.getpid()}/status"
+    seen = f"while [ -e {mine} ] && ! grep -q '^State:.T' {mine}; do sleep 0.05; done"
+    subprocess.Popen(["sh", "-c", f"{seen}; sleep {seconds}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -2,8 +2,10 @@
 
 import signal
 import sys
+import time
 import types
 
+from unwall.native import interrupts
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.runtime.backward import Arrived
 from unwall.runtime.hooks import Enter, Leave
@@ -13,19 +15,40 @@ HOOKS.add(ShardedOptimizer.zero_grad.__code__)
 
 
 class AtEvent:
-    """Inside: the signal at the ``k``-th event. ``events`` counts them, so a run without ``k`` says how many there are."""
+    """Inside: the signal at the ``k``-th event. ``events`` counts them, so a run without ``k`` says how many there are.
+
+    Ends when the signal has come: one that was noted in a finaliser comes a moment later, and must not hit whatever follows."""
 
     def __init__(self, k: int | None = None, number: int = signal.SIGINT) -> None:
         self.events = 0
         self._k = k
         self._number = number
+        self._reminding = 0
+        self._remind = interrupts._remind
 
     def __enter__(self) -> "AtEvent":
+        interrupts._remind = self._counted
         sys.setprofile(self._seen)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        until = time.monotonic() + 60
+        try:
+            while interrupts._state.noted or self._reminding:
+                assert time.monotonic() < until, "a signal was noted, and nobody passes it on"
+                time.sleep(0.001)
+        finally:
+            interrupts._remind = self._remind
+
+    def _counted(self) -> None:
+        """On the thread that sends the signal again. What is noted is forgotten there, so one of the two is always seen."""
+        self._reminding += 1
+        try:
+            self._remind()
+            time.sleep(0.01)  # the main thread sleeps meanwhile, and gets the signal
+        finally:
+            self._reminding -= 1
 
     def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
         self.events += 1

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import secrets
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,13 +23,29 @@ def _without_dns(folder: Path) -> None:
     (folder / "hosts").write_text("127.0.0.1 localhost\n10.231.7.1 node0\n10.231.7.2 node1\n")
 
 
+def _speak(names: list[str]) -> None:
+    """CalledProcessError where nothing gets through the cable: a firewall may see to that."""
+    hear = "import socket; s = socket.create_server(('10.231.7.1', 7000)); print(flush=True); s.settimeout(60); s.accept()"
+    call = "import socket; socket.create_connection(('10.231.7.1', 7000), 60)"
+    with subprocess.Popen(["ip", "netns", "exec", names[0], sys.executable, "-c", hear], stdout=subprocess.PIPE) as listener:
+        try:
+            assert listener.stdout is not None
+            listener.stdout.readline()
+            ip("netns", "exec", names[1], sys.executable, "-c", call)
+        finally:
+            listener.kill()
+
+
 @contextlib.contextmanager
 def two_nodes() -> Iterator[list[str]]:
-    """Names of two namespaces with a cable between them; node ``n`` has the address 10.231.7.n+1 at its end, ``cable``."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"uw{os.getpid()}n{number}" for number in range(2)]
-    ends = [f"v{os.getpid()}n{number}"[-15:] for number in range(2)]
+    """Names of two namespaces with a cable between them; node ``n`` has the address 10.231.7.n+1 at its end, ``cable``.
+
+    The names are new each time, as a killed test may have left its own. The addresses are seen inside alone."""
+    absent = [tool for tool in ("ip", "unshare", "hostname") if shutil.which(tool) is None]
+    if os.geteuid() != 0 or absent:
+        pytest.skip(f"network namespaces need root, {', '.join(absent) or 'and this is another user'}")
+    mine = secrets.token_hex(4)
+    names, ends = [f"uw{mine}n{number}" for number in range(2)], [f"v{mine}n{number}" for number in range(2)]
     try:
         try:
             for name in names:
@@ -40,6 +58,9 @@ def two_nodes() -> Iterator[list[str]]:
                 ip("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", "cable")
                 ip("-n", name, "link", "set", "cable", "up")
                 ip("-n", name, "link", "set", "lo", "up")
+            for name in names:  # as the tests do: some containers may make namespaces, but not enter them
+                ip("netns", "exec", name, "unshare", "--uts", "hostname", "probe")
+            _speak(names)
         except (subprocess.CalledProcessError, OSError) as error:
             pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}")
         yield names

@@ -1,7 +1,8 @@
 """Rank processes for tests: started once per test file, reused by every test in it.
 
 ``pool.run(fn, ...)`` calls a top-level function in every rank, with ``torch.distributed`` (gloo) initialised, and gives the
-list of what the ranks returned. A world of one rank is this process, without ``torch.distributed``.
+list of what the ranks returned. A world of one rank is this process, without ``torch.distributed``; ``alone(fn, ...)`` calls a
+function in a new process instead, for tests that count what a process holds.
 """
 
 import faulthandler
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-START_LIMIT_S = 250.0
-RUN_LIMIT_S = 120.0
+START_LIMIT_S = 300.0
+RUN_LIMIT_S = 400.0
+"""Far beyond what anything here needs, also on a slow machine that does other things: they only end what hangs."""
 AFTER_FAILURE_S = 5.0
 """How long the other ranks get to report once one has failed: they may be waiting for it in a collective."""
 
@@ -70,7 +72,8 @@ def forget_what_others_kept() -> None:
 class RankPool:
     """A fixed number of rank processes. After a failure they are replaced: their collectives may be out of step."""
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, backend: str | None = "gloo") -> None:
+        """``backend`` None: one process, without ``torch.distributed``."""
         self.world_size = world_size
         self._backend = backend
         self._processes: list[mp.Process] = []
@@ -79,14 +82,18 @@ class RankPool:
 
     def run(self, fn: Callable[..., Any], *args: Any, limit_s: float = RUN_LIMIT_S, **kwargs: Any) -> list[Any]:
         """Calls ``fn(*args, **kwargs)`` in every rank; the results in rank order."""
-        if self.world_size == 1:
+        if self.world_size == 1 and self._backend is not None:
             return [fn(*args, **kwargs)]
-        if not self._processes:
-            self._start()
-        message = pickle.dumps((fn, args, kwargs))
-        for pipe in self._pipes:
-            pipe.send_bytes(message)
-        return self._collect(getattr(fn, "__name__", str(fn)), limit_s)
+        try:
+            if not self._processes:
+                self._start()
+            message = pickle.dumps((fn, args, kwargs))
+            for pipe in self._pipes:
+                pipe.send_bytes(message)
+            return self._collect(getattr(fn, "__name__", str(fn)), limit_s)
+        except BaseException:  # whoever was waiting gave up (a time-out): the next test must not get this one's answers
+            self._end()
+            raise
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -100,6 +107,11 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def _start(self) -> None:
         context = fork_context()
@@ -139,9 +151,6 @@ class RankPool:
             failures[rank] = (
                 f"did not finish (limit {limit_s:.0f} s, {AFTER_FAILURE_S:.0f} s after a failure):\n{self._stack(rank)}"
             )
-        for process in self._processes:
-            process.kill()
-        self.close()
         raise RankError(f"{what} failed:\n" + "\n".join(f"[rank {rank}] {failures[rank]}" for rank in sorted(failures)))
 
     def _stack(self, rank: int) -> str:
@@ -157,6 +166,15 @@ class RankPool:
         return "(no stack)"
 
 
+def alone(fn: Callable[..., Any], *args: Any, limit_s: float = RUN_LIMIT_S) -> Any:
+    """What ``fn(*args)`` gives in a process of its own: nothing that other tests have left in this one counts there."""
+    pool = RankPool(1, backend=None)
+    try:
+        return pool.run(fn, *args, limit_s=limit_s)[0]
+    finally:
+        pool.close()
+
+
 def _stack_path(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack-{rank}"
 
@@ -167,7 +185,7 @@ def _share_one_gpu(rank: int) -> None:
     torch.cuda.set_device(0)
 
 
-def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection, backend: str) -> None:
+def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection, backend: str | None) -> None:
     """A rank's life: one request after the other until the pool closes the pipe."""
     with _stack_path(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -175,13 +193,14 @@ def _serve(rank: int, world_size: int, folder: str, pipe: connection.Connection,
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if backend == "nccl":
             _share_one_gpu(rank)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{folder}/store",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=RUN_LIMIT_S),
-        )
+        if backend is not None:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=RUN_LIMIT_S),
+            )
         pipe.send_bytes(pickle.dumps((True, None)))
         gc.freeze()  # what is imported by now is not looked through after each request
         while True:

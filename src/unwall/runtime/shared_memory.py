@@ -9,20 +9,20 @@ Key = tuple[torch.device, int]
 
 
 def refuse_shared(params: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """RuntimeError where a parameter that is trained shares its memory with a buffer, or with another parameter (by
-    ``a.data = b.data``): a step changes both in plain PyTorch. Parts of one storage that do not begin at the same element are
-    no matter: recurrent layers lay their parameters out so."""
+    """RuntimeError where a parameter that is trained shares its memory with a buffer, or with another parameter, trained or
+    frozen (by ``a.data = b.data``): a step changes both in plain PyTorch. Parts of one storage that do not begin at the same
+    element are no matter: recurrent layers lay their parameters out so."""
     trained: dict[Key, str] = {}
-    for name, param in params:
-        key = _begin_of(param) if param.requires_grad else None
-        if key is None:
-            continue
-        if key in trained:
+    for name, param in sorted(params, key=lambda entry: not entry[1].requires_grad):
+        key = _begin_of(param)
+        if key is not None and key in trained:
+            frozen = "" if param.requires_grad else f" ({name} is frozen, and would not follow)"
             raise RuntimeError(
-                f"parameters {trained[key]} and {name} are two that share their memory, which no step could keep up in shards: "
-                "make them one parameter (module.weight = other.weight), or give each its own values (.data.clone())"
+                f"parameters {trained[key]} and {name} are two that share their memory, which no step could keep up in shards"
+                f"{frozen}: make them one parameter (module.weight = other.weight), or give each its own values (.data.clone())"
             )
-        trained[key] = name
+        if key is not None and param.requires_grad:
+            trained[key] = name
     for name, buffer in buffers:
         key = _begin_of(buffer)
         if key in trained and key is not None:

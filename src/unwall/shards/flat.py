@@ -28,8 +28,9 @@ from unwall.shards.layout import Layout
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.device import DeviceTier
 
-LET_GO_S = 0.1
-"""How long a thread of gloo's may take to let go of what it has written."""
+LOOKS, LOOK_S = 100, 0.001
+"""How often it is looked whether a thread of gloo's has let go of what it has written, and the time between. No time in all:
+where the machine does other things such a thread may not run for long, and then neither does the one that looks."""
 
 COLLECTIONS = 2
 """So many collections of garbage in a row may be in vain: then it is not garbage that holds the buffers of this process."""
@@ -161,12 +162,11 @@ class FlatBuffer:
 
     def _becomes_ours(self) -> bool:
         """See [Note: who else holds it]."""
-        until = time.monotonic() + LET_GO_S
-        while not self._is_ours():
-            if self._warned or time.monotonic() > until:
-                return False
-            time.sleep(LET_GO_S / 100)
-        return True
+        for _ in range(0 if self._warned else LOOKS):
+            if self._is_ours():
+                return True
+            time.sleep(LOOK_S)
+        return self._is_ours()
 
     def _was_garbage(self) -> bool:
         """See [Note: who else holds it]."""
