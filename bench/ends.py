@@ -27,24 +27,26 @@ SYSTEMS: dict[str, tuple[dict[str, Any], Keeping]] = {
     "Infinity, disk": ({"stage": 3, **_ON_DISK}, "host"),
 }
 """What each published system is as a plan of ours, and what happens to activation checkpoints there."""
+GPT2_VOCAB = 50257
 SCALING_SHAPE, SCALING_BATCH, SCALING_NODES = "128x25600x256", 5, (4, 8, 16, 32)
 """1T parameters; samples per device, our choice; DGX-2 machines of 16 devices."""
 
 
 @lru_cache(maxsize=64)
-def _outline(layers: int, hidden: int) -> Outline:
-    return skeleton(from_shape((layers, hidden)))
+def _outline(layers: int, hidden: int, vocab: int) -> Outline:
+    return skeleton(from_shape((layers, hidden), vocab=vocab))
 
 
-def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int = 1, batch: int = 1) -> bool:
-    """Whether our engine would hold this shape, with ``batch`` samples of 1024 tokens per device."""
+def fits(system: str, layers: int, hidden: int, hardware: Hardware, tiles: int = 1, batch: int = 1, vocab: int = 0) -> bool:
+    """Whether our engine would hold this shape, with ``batch`` samples of 1024 tokens per device. ``vocab``: with an
+    embedding, a head and logits of that size on top."""
     fields, kept = SYSTEMS[system]
     workload = Workload(batch=batch, seq=SEQ, activations=kept)
     place = Candidate(
         name=system, fields=fields | {"tiles": tiles}, workload=workload, budgeted="disk" in fields or kept == "host"
     )
     allowance: Allowance = allowance_of(hardware, directory="disk" if "disk" in fields else None)
-    outline = _outline(layers, hidden)
+    outline = _outline(layers, hidden, vocab)
     if device_room(place, outline, allowance) <= 0:
         return False
     return shortage(build(place, outline, hardware.devices, allowance, torch.float16, hardware)[1], allowance) is None

@@ -41,6 +41,14 @@ def test_zero_3_with_the_samples_of_figure_2a():
     assert not ends.fits("Infinity, disk", 398, 81920, machine.with_nodes(32), tiles=9, batch=2)
 
 
+def test_zero_3_with_the_vocabulary_of_gpt_2():
+    """Blocks alone are counted, as in the published sizes: it is within a quarter."""
+    machine, found, vocab = load("dgx-2"), Largest(124, 4096), ends.GPT2_VOCAB
+    assert ends.fits("ZeRO-3", found.layers, found.hidden, machine, vocab=vocab)
+    assert not ends.fits("ZeRO-3", found.layers + 1, found.hidden, machine, vocab=vocab)
+    assert found.params / LARGEST_PARAMS["ZeRO-3"] < 1.25
+
+
 def test_the_search_finds_the_edge_of_the_smallest():
     assert ends.largest("plain DP", load("dgx-2")) == FOUND["plain DP"]
 

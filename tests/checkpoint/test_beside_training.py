@@ -175,6 +175,8 @@ def test_a_failure_is_raised_at_the_next_occasion(tmp_path, monkeypatch, then):
         calls[then]()
     assert [path.name for path in (tmp_path / "saved").glob("checkpoint-*")] == ["checkpoint-000001"]
     assert unwall.load(tmp_path / "saved", model, optimizer) == "good"  # told once
+    with pytest.raises(unwall.CheckpointError, match=r"checkpoint-000002 was not saved: OSError.* the drive is gone"):
+        pending.wait()  # there is no path to give
 
 
 def test_the_program_may_go_to_another_directory_meanwhile(tmp_path, gate, monkeypatch):

@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import unwall
 from unwall.runtime import saved_on_disk, saved_on_host
 from unwall.runtime.recompute import repeated_blocks
+from unwall.schedule.activations import everywhere
+from unwall.schedule.observed import Observed
 
 CHOICES = ["recompute", "host"]
 
@@ -367,6 +369,69 @@ def test_it_says_when_there_is_nothing_to_do():
         sharded(decoder()[0], "recompute")
 
 
+class Counting(nn.Module):
+    """What it computes depends on buffers that it writes: one in place, one anew, and the vectors of a spectral norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.count += 1
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return x + self.inner(torch.tanh(x * self.count.clone() - self.mean))
+
+
+@pytest.mark.parametrize("activations", [*CHOICES, "auto"])
+def test_a_block_runs_again_with_its_buffers_of_then(activations, monkeypatch):
+    monkeypatch.setattr(Observed, "best", lambda self, *_: everywhere("recompute", self.blocks))
+    found = {}
+    for choice in ("keep", activations):
+        torch.manual_seed(0)
+        model = sharded(nn.Sequential(Counting(), Counting()), choice, device_bytes="1GiB", params="device", optimizer="device")
+        x = torch.linspace(-1, 1, 32).view(4, 8)
+        for _ in range(4):
+            loss = (model(x) + model(2 * x)).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found[choice] = [param.grad.clone() for param in model.parameters()] + [buffer.clone() for buffer in model.buffers()]
+    assert all(torch.equal(one, other) for one, other in zip(found["keep"], found[activations], strict=True))
+
+
+class Named(Small):
+    def forward(self, *, x, masks):
+        return super().forward(x) * masks[0]
+
+
+class ByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Named(), Named()])
+
+    def forward(self, x, masks):
+        for block in self.blocks:
+            x = block(x=x * 1, masks=masks)
+        return x
+
+
+def test_inputs_that_are_given_by_name_move():
+    model = sharded(ByName())
+    unwall.stats(model).reset()
+    model(torch.randn(4, 8, requires_grad=True), (torch.ones(8),)).sum().backward()
+    assert moved_bytes(model) == 2 * 4 * 8 * 4
+
+
+@pytest.mark.parametrize("activations", CHOICES)
+def test_a_tensor_inside_of_an_argument_that_is_changed_is_an_error(activations):
+    model, mask = sharded(ByName(), activations), torch.ones(8)
+    loss = model(torch.randn(4, 8, requires_grad=True), (mask,)).sum()
+    mask.zero_()
+    with pytest.raises(RuntimeError, match=r"a tensor of shape \(8,\) inside of another value.*modified since"):
+        loss.backward()
+
+
 # -- on disk ----------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +494,39 @@ def test_a_disk_that_is_full_leaves_activations_on_the_host(tmp_path):
         got, model = gradients_of_deep("disk", disk=str(tmp_path), disk_bytes=100 << 10)
     assert torch.equal(got, expected)
     assert unwall.stats(model).tiers["host"].peak_bytes > 15 * (32 << 10)
+
+
+def test_what_could_not_be_read_is_read_again(monkeypatch, tmp_path):
+    """A backward that fails may be tried again: never with what the host's memory held before."""
+    monkeypatch.setattr(saved_on_disk, "WINDOW_BYTES", 0)
+    model = sharded(Deep(), "disk", disk=str(tmp_path))
+    x = torch.randn(128, 64, requires_grad=True)
+    loss = model(x).square().sum()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    links, failed = unwall.api.engine(model).tiers.links, []
+    copy = links.copy
+
+    class Failing:
+        def __init__(self, ticket):
+            self.ticket, self.done = ticket, ticket.done
+
+        def wait(self):
+            self.ticket.wait()
+            raise OSError("injected")
+
+    def fails_once(source, target, label):
+        ticket = copy(source, target, label)
+        if failed:
+            return ticket
+        failed.append(target)
+        return Failing(ticket)
+
+    monkeypatch.setattr(links, "copy", fails_once)
+    with pytest.raises(OSError, match="injected"):
+        torch.autograd.grad(loss, x, retain_graph=True)
+    failed[0].block.data.fill_(7)
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, expected)
 
 
 def test_a_directory_that_is_missing_is_named(tmp_path):

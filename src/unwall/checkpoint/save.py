@@ -40,6 +40,7 @@ class PendingSave:
         """The checkpoint, once it is complete."""
         self._number = next(_numbers)
         self._error: BaseException | None = None
+        self._failure: str | None = None
         self._keep: tuple[Any, ...] = keep  # an optimizer that went would take its states along
         self._ended = threading.Event()
         # Not a daemon: a script that ends after its last save ends when that is written.
@@ -55,7 +56,8 @@ class PendingSave:
             save.run(loans)
         except BaseException as error:
             self._error = error
-            _unheard[self._number] = f"{self.path} was not saved: {type(error).__name__}: {error}"
+            self._failure = f"{self.path} was not saved: {type(error).__name__}: {error}"
+            _unheard[self._number] = self._failure
         finally:
             self._keep = ()
             self._ended.set()
@@ -65,16 +67,24 @@ class PendingSave:
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """The checkpoint's path, once it is complete. Raises what the save failed with, once."""
+        """The checkpoint's path, once it is complete. Raises what the save failed with: a CheckpointError where that was
+        raised before, here or by the next save or load."""
+        error = self.ended_with(timeout)
+        if error is not None:
+            raise error
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
+        return self.path
+
+    def ended_with(self, timeout: float | None = None) -> BaseException | None:
+        """Waits. Gives what the save failed with, once: the error holds on to what the save was about."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(WAIT_POLL_S):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{self.path} is not written after {timeout} s")
         error, self._error = self._error, None
         _unheard.pop(self._number, None)
-        if error is not None:
-            raise error
-        return self.path
+        return error
 
 
 _numbers = itertools.count()
@@ -96,12 +106,10 @@ _pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDict
 def finish_pending(engine: Engine) -> BaseException | None:
     """Waits for a save of this model that goes on beside training. Gives what it failed with, unless someone was told."""
     pending = _pending.pop(engine, None)
-    if pending is not None:
-        try:
-            pending.wait()
-        except BaseException as error:
-            return error
-    return None
+    try:
+        return None if pending is None else pending.ended_with()
+    except BaseException as interrupt:  # the other ranks are told of it
+        return interrupt
 
 
 def begin(engine: Engine, what: str) -> Meeting:

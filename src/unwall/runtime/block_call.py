@@ -7,16 +7,17 @@ it was given in forward. So an out-of-memory in backward is an error, and the ne
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from unwall.runtime.block_state import Buffers
 from unwall.runtime.kept_input import InArena
 from unwall.runtime.partitioned import Partition
-from unwall.runtime.recompute import inside_checkpoint, keep_buffers
+from unwall.runtime.recompute import by_place, inside_checkpoint
 from unwall.shards import default_hooks
 
 BEGUN = object()
@@ -55,7 +56,7 @@ class BlockCall:
         if self._partition is not None:
             self._checkpoint = self._partition.of(block)
         has_buffers = next(block.buffers(), None) is not None
-        self._contexts: Any = self._keeping_buffers if has_buffers else noop_context_fn
+        self._contexts: Any = Buffers(block).contexts if has_buffers else noop_context_fn
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.forward(*args, **kwargs)
@@ -65,12 +66,12 @@ class BlockCall:
         if inside_checkpoint() or (not self._block.training and caches_in(kwargs)):
             return self.forward(*args, **kwargs)
         kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
-        count, names = len(args), tuple(kwargs)
+        forward = by_place(self._block, self.forward, args, kwargs)
 
         def run(*given: Any) -> Any:
             self.taker = (default_hooks.top() or (None,))[0]
             try:
-                return self.forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+                return forward(*given)
             finally:
                 self.taker = None
 
@@ -102,9 +103,6 @@ class BlockCall:
         for buffer, value in counted:
             buffer.data.copy_(value)
         return self.recompute(args, kwargs)
-
-    def _keeping_buffers(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), keep_buffers(self._block)
 
 
 def _buffers(block: nn.Module) -> Iterator[torch.Tensor]:

@@ -3,7 +3,6 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as checkpoint_source
 from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from unwall.runtime.block_state import Buffers, Given
 
 
 def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> list[str]:
@@ -50,32 +51,32 @@ def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., Any]:
     """The same forward, whose activations are computed again in backward."""
-    has_buffers = next(block.buffers(), None) is not None
-    contexts = functools.partial(_contexts, block) if has_buffers else noop_context_fn
+    contexts = Buffers(block).contexts if next(block.buffers(), None) is not None else noop_context_fn
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or inside_checkpoint():
             return forward(*args, **kwargs)
-        return how(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if torch.compiler.is_compiling():
+            return how(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # What is given by name goes the same way as the rest: looked after by autograd, and to host or disk.
+        return how(by_place(block, forward, args, kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     return run
 
 
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For forward, and for the forward that is run again."""
-    return nullcontext(), keep_buffers(block)
+def by_place(
+    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """A block's forward that takes all its arguments by their place. See [Note: the same again] in block_state.py."""
+    count, names, given = len(args), tuple(kwargs), Given((*args, *kwargs.values()))
 
+    def run(*values: Any) -> Any:
+        given.check()
+        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-@contextmanager
-def keep_buffers(block: nn.Module) -> Iterator[None]:
-    """What a block counts in its buffers (the statistics of a batch norm) it has counted in forward already."""
-    kept = [(buffer, buffer.clone()) for buffer in block.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:  # all of them: a batch norm does not count its writes as changes
-            buffer.data.copy_(value)
+    run.__self__ = block  # type: ignore[attr-defined] # whose forward it is, as a method says it
+    return run
 
 
 def inside_checkpoint() -> bool:

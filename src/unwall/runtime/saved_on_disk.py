@@ -11,6 +11,7 @@ A storage that the disk cannot take (it is full, or it fails) stays in host memo
 backward.
 """
 
+import contextlib
 import warnings
 import weakref
 from collections import deque
@@ -140,9 +141,8 @@ class SavedOnDisk(SavedOnHost):
         if moved.block is None:
             self._begin_read(moved, self._take(moved.nbytes))
         if moved.ticket is not None and moved.on_disk is not None and weakref.ref(moved) in self._read:
+            self._wait_for_read(moved)
             self._read.remove(weakref.ref(moved))
-            ticket, moved.ticket = moved.ticket, None
-            ticket.wait()
         super()._fetch(moved)
         if moved.on_disk is not None and moved.ticket is None:
             moved.give_back()
@@ -184,8 +184,19 @@ class SavedOnDisk(SavedOnHost):
         while self._read:
             moved = self._read.pop()()
             if moved is not None and moved.ticket is not None:
-                ticket, moved.ticket = moved.ticket, None
-                ticket.wait()
+                with contextlib.suppress(OSError):  # it is read again when it is needed
+                    self._wait_for_read(moved)
                 moved.give_back()
                 return True
         return False
+
+    def _wait_for_read(self, moved: Moved) -> None:
+        """What could not be read is not there: the next one who needs it reads again."""
+        assert moved.ticket is not None
+        try:
+            moved.ticket.wait()
+        except OSError:
+            moved.ticket = None
+            moved.give_back()
+            raise
+        moved.ticket = None

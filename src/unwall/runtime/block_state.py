@@ -1,0 +1,153 @@
+"""What a block finds when it runs again in backward: its buffers and its arguments, as they were in forward.
+
+[Note: the same again]
+A recomputed block must compute what it has computed. torch's checkpoint puts random generators back, and notices where one of
+the tensors that it was given was changed in place. It does not look at two others:
+
+- Buffers that the block writes (statistics, the vectors of a spectral norm, a codebook). The forward that runs again begins
+  with their values of then, and leaves those of now. Copies are taken of small ones, of those that the block is known to write,
+  and of all when it first runs in a mode: by their versions it is seen then which of them it writes.
+- Tensors inside of tuples, dictionaries and the like. Where one was changed meanwhile, that is an error.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+SMALL_BYTES = 1 << 16
+
+
+class Slot(NamedTuple):
+    """A buffer of one of a block's modules: what is there, its version, and a copy of its values where there is one."""
+
+    module: nn.Module
+    name: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return id(self.module), self.name
+
+    def changed(self) -> bool:
+        """Whether it was written, or another tensor is in its place."""
+        return self.module._buffers.get(self.name) is not self.tensor or _version(self.tensor) != self.version
+
+    def put(self) -> None:
+        """It is in its place again, with its values."""
+        self.module._buffers[self.name] = self.tensor
+        if self.copy is not None:
+            self.tensor.data.copy_(self.copy)
+
+
+class Buffers:
+    """A block's buffers. See [Note: the same again]."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._tried: set[bool] = set()
+        """Modes (training or not) in which it has run."""
+        self.written: set[tuple[int, str]] = set()
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For a forward, and for the forward that is run again."""
+        forward = _Forward(self)
+        return forward, _Again(self, forward)
+
+    def slots(self, copied: bool) -> list[Slot]:
+        """All of them, with copies of all or of those that it may write."""
+        found = []
+        for module in self._block.modules():
+            for name, tensor in module._buffers.items():
+                if tensor is not None:
+                    wanted = copied or tensor.nbytes <= SMALL_BYTES or (id(module), name) in self.written
+                    found.append(Slot(module, name, tensor, _version(tensor), tensor.detach().clone() if wanted else None))
+        return found
+
+    def begin(self) -> list[Slot]:
+        return self.slots(copied=self._block.training not in self._tried)
+
+    def end(self, slots: list[Slot], whole: bool) -> list[Slot]:
+        """Those that the forward has changed, as they were. ``whole``: it came to its end."""
+        changed = [slot for slot in slots if slot.changed()]
+        if whole:
+            self._tried.add(self._block.training)
+        self.written.update(slot.key for slot in changed)
+        return changed
+
+
+class _Forward:
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self.slots: list[Slot] = []
+
+    def __enter__(self) -> None:
+        self.slots = self._buffers.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.slots = self._buffers.end(self.slots, whole=kind is None)
+
+
+class _Again:
+    """A graph that is kept may run it several times."""
+
+    def __init__(self, buffers: Buffers, forward: _Forward) -> None:
+        self._buffers, self._forward = buffers, forward
+        self._now: list[Slot] = []
+
+    def __enter__(self) -> None:
+        for slot in self._forward.slots:
+            if slot.copy is None and _version(slot.tensor) != slot.version:
+                raise RuntimeError(
+                    f"a recomputed block ({type(slot.module).__name__}) has written its buffer {slot.name} in forward, which "
+                    "it did not do before, so its values of then are lost: call zero_grad() and run the iteration again, or "
+                    "use Plan(activations='keep')"
+                )
+        self._now = self._buffers.slots(copied=True)  # all of them: a batch norm does not count its writes as changes
+        for slot in self._forward.slots:
+            slot.put()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        now, self._now = self._now, []
+        for slot in now:
+            slot.put()
+
+
+class Given:
+    """Tensors inside of what a block is given. The ones that it is given themselves are autograd's to look after."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        inside = (tensor for value in values if not isinstance(value, torch.Tensor) for tensor in _tensors(value))
+        self._versions = [(tensor, _version(tensor)) for tensor in inside]
+
+    def check(self) -> None:
+        """They are what they were. RuntimeError otherwise."""
+        for tensor, version in self._versions:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a recomputed block was given a tensor of shape {tuple(tensor.shape)} inside of another value, which has "
+                    "been modified since by an inplace operation: do it out of place, or use Plan(activations='keep')"
+                )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Plain ones: parameters are looked after elsewhere."""
+    if type(value) is torch.Tensor:
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, field.name, None) for field in dataclasses.fields(value)])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
