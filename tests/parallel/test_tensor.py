@@ -109,7 +109,7 @@ def train_adapters():
 def test_adapters_are_spread_as_their_layers_are(ranks):
     pytest.importorskip("peft")
     far, norm, said = ranks(4).run(train_adapters)[0]
-    assert max(far, norm) < 1e-6
+    assert max(far, norm) < 5e-6
     assert "q_proj has an adapter already: call unwall.parallelize first" in said[0]
     assert "q_proj is not spread over the tensor ranks, but the layer is" in said[1]
     assert "modules_to_save with base_model.model.lm_head" in said[2]
