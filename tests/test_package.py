@@ -40,6 +40,7 @@ def test_the_command_says_its_options_without_torch_and_every_name_is_there():
         from typer.testing import CliRunner
         for given in (["--help"], ["train", "--help"], ["plan"], ["train", "--model", "x", "--data", "y", "--out", "z", "--seq", "0"]):
             CliRunner().invoke(unwall.cli.app, given)
+        import unwall.report.page
         assert "torch" not in sys.modules
         assert [name for name in unwall.__all__ if not hasattr(unwall, name)] == []
         print(unwall.runtime.__name__, hasattr(unwall, "no_such_name"))

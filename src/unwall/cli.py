@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from unwall._version import __version__
 from unwall.train.start import process_age_s, without_collector
@@ -18,7 +18,17 @@ from unwall.train.start import process_age_s, without_collector
 if TYPE_CHECKING:
     from unwall.planner.probe import Progress
 
-app = typer.Typer(add_completion=False)
+_FIRST = ("train", "plan", "report", "export", "inspect", "probe", "demo")
+
+
+class _Commands(TyperGroup):
+    """In the order in which people come to need them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+
+
+app = typer.Typer(add_completion=False, cls=_Commands)
 
 
 def _show_version(asked: bool) -> None:

@@ -88,6 +88,17 @@ def test_a_config_and_its_directory(tmp_path):
         assert json.loads(found.output)["model"] == "llama"
 
 
+def test_a_directory_whose_name_looks_like_a_shape(tmp_path, monkeypatch):
+    """``unwall plan .`` inside the model's directory, too."""
+    (tmp_path / "70").mkdir()
+    (tmp_path / "70" / "config.json").write_text(json.dumps(LLAMA_70B | {"num_hidden_layers": 2}))
+    monkeypatch.chdir(tmp_path)
+    assert "llama" in run("plan", "70", "--hardware", "pc-4090", "--json").output
+    assert "config.json" in run("plan", ".", "--hardware", "pc-4090").output  # there is none here
+    monkeypatch.chdir(tmp_path / "70")
+    assert "llama" in run("plan", ".", "--hardware", "pc-4090", "--json").output
+
+
 def test_a_python_path(tmp_path, monkeypatch):
     (tmp_path / "a_model_of_mine.py").write_text("from torch import nn\ndef make():\n    return nn.Linear(4096, 4096)\n")
     monkeypatch.syspath_prepend(tmp_path)

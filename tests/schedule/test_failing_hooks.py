@@ -80,7 +80,7 @@ def train(folder, tier="host", kind="pre", bad=(), when=2, max_grad_norm=None):
 def test_a_hook_that_raises_on_all_ranks_is_their_own_matter(ranks, tmp_path, kind, max_grad_norm):
     """They try again (before the step) or go on (after it), in whatever way they agree on what comes next."""
     expected = ranks(2).run(train, str(tmp_path), max_grad_norm=max_grad_norm)[0][0]
-    every = ranks(2).run(train, str(tmp_path), kind=kind, bad=(0, 1), max_grad_norm=max_grad_norm, limit_s=60)
+    every = ranks(2).run(train, str(tmp_path), kind=kind, bad=(0, 1), max_grad_norm=max_grad_norm)
     assert same(expected, every[0][0])
     for _, told in every:
         assert told == [("Boom", "told to", [])]
@@ -89,7 +89,7 @@ def test_a_hook_that_raises_on_all_ranks_is_their_own_matter(ranks, tmp_path, ki
 def test_nobody_has_taken_the_step_before_which_a_hook_raises(ranks, tmp_path):
     """With gradients on disk the ranks meet before the update: all go on together."""
     expected = ranks(2).run(train, str(tmp_path), tier="disk")[0][0]
-    (got, told), (_, own) = ranks(2).run(train, str(tmp_path), tier="disk", bad=(1,), limit_s=60)
+    (got, told), (_, own) = ranks(2).run(train, str(tmp_path), tier="disk", bad=(1,))
     assert same(expected, got)
     assert [name for name, *_ in own] == ["Boom"]
     assert [name for name, *_ in told] == ["PeerError"]
@@ -97,7 +97,7 @@ def test_nobody_has_taken_the_step_before_which_a_hook_raises(ranks, tmp_path):
 
 
 def test_a_hook_after_the_step_raises_on_one_rank(ranks, tmp_path):
-    (_, told), (_, own) = ranks(2).run(train, str(tmp_path), kind="post", bad=(1,), limit_s=60)
+    (_, told), (_, own) = ranks(2).run(train, str(tmp_path), kind="post", bad=(1,))
     assert [name for name, *_ in own] == ["Boom"]
     assert [name for name, *_ in told] == ["PeerError"]
     assert "rank 1 failed: Boom: told to" in told[0][1]
@@ -141,7 +141,7 @@ def fail_alone(folder, name):
 
 @pytest.mark.parametrize(("name", "own"), [("plain", "Boom"), ("clipped", "Boom"), ("option", "ValueError")])
 def test_a_step_that_only_the_others_take(ranks, tmp_path, name, own):
-    other, mine = ranks(2).run(fail_alone, str(tmp_path), name, limit_s=60)
+    other, mine = ranks(2).run(fail_alone, str(tmp_path), name)
     assert [kind for kind, *_ in mine] == [own, "DivergedError"]
     assert "Start all ranks again from a checkpoint" in mine[0][2][0]
     assert [kind for kind, *_ in other] == ["DivergedError"]
@@ -172,13 +172,13 @@ def write_apart(folder, name):
 
 @pytest.mark.parametrize("name", ["noise", "alone"])
 def test_ranks_that_write_different_values(ranks, tmp_path, name):
-    for told in ranks(2).run(write_apart, str(tmp_path), name, limit_s=60):
+    for told in ranks(2).run(write_apart, str(tmp_path), name):
         assert "the mean magnitude of what was written to parameter 0.0.weight is " in told
         assert "full_params(model, write=True)" in told
 
 
 def test_writes_may_differ_in_the_last_bits(ranks, tmp_path):
-    assert ranks(2).run(write_apart, str(tmp_path), "rounding", limit_s=60) == ["", ""]
+    assert ranks(2).run(write_apart, str(tmp_path), "rounding") == ["", ""]
 
 
 def step_apart(folder, name):
@@ -200,7 +200,7 @@ def step_apart(folder, name):
 @pytest.mark.parametrize(("name", "values"), [("lr", ("0.5", "1.5")), ("betas", ("0.8 and 0.999", "0.9 and 0.999"))])
 def test_ranks_that_step_with_different_numbers(ranks, tmp_path, name, values):
     """They hear of it in the next forward, whoever changed what."""
-    for number, told in ranks(2).run(step_apart, str(tmp_path), name, limit_s=60):
+    for number, told in ranks(2).run(step_apart, str(tmp_path), name):
         assert number == 1
         assert f"{name} of param group 0 is {values[0]} on rank 0, {values[1]} on rank 1" in told
 
@@ -236,6 +236,6 @@ def end_alone(folder, in_thread):
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_an_exception_that_nobody_catches_is_told_at_once(ranks, tmp_path, in_thread):
-    told, _ = ranks(2).run(end_alone, str(tmp_path), in_thread, limit_s=60)
+    told, _ = ranks(2).run(end_alone, str(tmp_path), in_thread)
     assert "rank 1 has ended with Boom: a bad sample (test_failing_hooks.py, line" in told
     assert "Start all ranks again, from a checkpoint" in told

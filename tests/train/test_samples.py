@@ -7,6 +7,7 @@ import pytest
 import torch
 from train_tools import make_jsonl, make_model, make_tokenizer
 
+from unwall.train import counting
 from unwall.train.batches import Packer, my_lanes
 from unwall.train.counting import count_steps
 from unwall.train.data import open_data
@@ -119,6 +120,16 @@ def test_the_number_of_ranks_and_a_stop_change_nothing(tokenizer, tmp_path):
     alone, behind = sequences(data, order, 1, 12)
     assert sequences(data, order, 2, 12)[0] == alone
     assert sequences(data, order, 4, 7, behind[4])[0] == alone[5:]
+
+
+def test_counting_that_takes_long_says_so_once(tokenizer, tmp_path, monkeypatch, capsys):
+    data = opened(tokenizer, tmp_path, make_jsonl(tmp_path / "a.jsonl", 6))
+    count = (data, data.order(3), tmp_path / "index", join_world(), 2, 48, data.size, "key")
+    monkeypatch.setattr(counting, "QUIET_S", 0.0)
+    steps = count_steps(*count)
+    assert capsys.readouterr().out.splitlines() == ["counting the tokens of 6 samples, once: it says how many steps there are"]
+    assert count_steps(*count) == steps
+    assert capsys.readouterr().out == ""
 
 
 def test_every_token_of_an_epoch_is_predicted_once(tokenizer, tmp_path):

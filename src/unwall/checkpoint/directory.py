@@ -200,7 +200,8 @@ def _locked(directory: Path) -> Iterator[None]:
 def _unlock(descriptor: int) -> None:
     """And closes. A process that was forked meanwhile (a worker of a data loader) has the descriptor, too, and would keep the
     lock for as long as it runs: so it is given back in so many words."""
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 

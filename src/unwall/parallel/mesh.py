@@ -91,18 +91,30 @@ def check_mesh(mesh: DeviceMesh, model: nn.Module) -> None:
     for name, param in spread_parameters(model):
         _check_spread(name, param.device_mesh, mesh)  # type: ignore[attr-defined]
     for name, adapter in adapted_layers(model):
-        own = [is_distributed(param) for path, param in adapter.named_parameters() if not path.startswith("base_layer.")]
-        if own and not any(own) and any(is_distributed(param) for param in adapter.base_layer.parameters()):  # type: ignore[union-attr]
-            raise ValueError(
-                f"the adapter of {name} is not spread over the tensor ranks, but the layer is: each rank would train another. "
-                "Use LoRA with unwall.parallelize, and peft.get_peft_model after it; other adapters need a mesh without 'tp'"
-            )
+        _check_adapter(name, adapter)
+
+
+def _check_adapter(name: str, adapter: nn.Module) -> None:
+    """ValueError for what a library has put around, or in the place of, a layer that is spread, and that is not."""
+    layer = adapter._modules.get("base_layer")
+    kept = adapter._modules.get("original_module")
+    if kept is not None and any(map(is_distributed, kept.parameters())):
+        raise ValueError(
+            f"modules_to_save with {name}, which is spread over the tensor ranks: the copy would never run, nor be trained. "
+            "Leave it out of modules_to_save, or use a mesh without 'tp'"
+        )
+    own = [is_distributed(param) for path, param in adapter.named_parameters() if not path.startswith("base_layer.")]
+    if layer is not None and own and not any(own) and any(map(is_distributed, layer.parameters())):
+        raise ValueError(
+            f"the adapter of {name} is not spread over the tensor ranks, but the layer is: each rank would train another. "
+            "Use LoRA with unwall.parallelize, and peft.get_peft_model after it; other adapters need a mesh without 'tp'"
+        )
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that a library has put around a layer, with weights of their own beside it (PEFT's tuners)."""
+    """Modules that a library has put around a layer, with weights of their own beside it (PEFT's tuners and copies)."""
     for name, module in model.named_modules():
-        if isinstance(module._modules.get("base_layer"), nn.Module):
+        if any(isinstance(module._modules.get(kind), nn.Module) for kind in ("base_layer", "original_module")):
             yield name, module
 
 

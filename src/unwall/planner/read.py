@@ -1,6 +1,7 @@
 """What a user calls a model: a config, a directory, ``module:function``, or a shape such as ``80x10240``."""
 
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: i
             f"a model is an nn.Module, a config.json or its directory, module:function, or a shape such as 80x10240, "
             f"got {type(model).__name__}"
         )
-    if _SHAPE_LIKE.fullmatch(model):
+    if _SHAPE_LIKE.fullmatch(model) and model not in (".", "..") and not os.path.isfile(os.path.join(model, "config.json")):
         return skeleton(from_shape(model, vocab=vocab))
     if Path(model).exists():
         return _from_file(model)

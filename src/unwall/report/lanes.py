@@ -5,7 +5,7 @@ from html import escape
 
 from unwall.report.chart import ticks
 from unwall.report.timeline import busy_seconds, lanes_of, stalls
-from unwall.tiers.meter import LaneSpan
+from unwall.tiers.lane import LaneSpan
 
 _WIDTH, _ROW = 1000, 36
 _MEANING = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unwall.json_files import read_json
-from unwall.tiers.meter import LaneSpan
+from unwall.tiers.lane import LaneSpan
 
 LOG, RUN, PROFILE = "log.jsonl", "run.json", "profile.json"
 TIERS = ("device", "host", "disk")

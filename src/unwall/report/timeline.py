@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unwall.svg import COLOURS, FAINT, Picture
-from unwall.tiers.meter import LaneSpan
+from unwall.tiers.lane import LaneSpan
 
 LANES = (
     "compute",

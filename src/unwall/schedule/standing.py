@@ -48,7 +48,7 @@ PATIENCE_S = 1.0
 """How long a rank that failed waits for the others before it raises its error."""
 CLOSE = 1e-5
 """Numbers whose relative difference is less are taken to be the same."""
-ALIKE_S = 5.0
+ALIKE_S = 10.0
 """How long a rank that failed around a step waits for others that fail alike: they have just met, after the backward."""
 
 

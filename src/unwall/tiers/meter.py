@@ -6,11 +6,11 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from unwall.native.ticket import NativeTicket
+from unwall.tiers.lane import LaneSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +27,6 @@ class LinkStats:
     """Time a caller was blocked at the point of use, waiting for this link."""
     stalls: dict[str, float]
     """The same by label (the group that was waited for)."""
-
-
-class LaneSpan(NamedTuple):
-    """Work on a lane, in seconds of the monotonic clock."""
-
-    lane: str
-    label: str
-    start: float
-    end: float
 
 
 class Timeline:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,9 @@ from unwall.shards.collectives import Ranks
 from unwall.train.batches import my_lanes
 from unwall.train.data import Data
 from unwall.train.order import Order
+
+QUIET_S = 3.0
+"""Counting that takes longer is worth a word."""
 
 
 def count_steps(data: Data, order: Order, folder: Path, ranks: Ranks, lanes: int, length: int, limit: int, key: str) -> int:
@@ -41,10 +45,14 @@ def _lengths(data: Data, folder: Path, ranks: Ranks, key: str) -> np.ndarray:
             np.memmap(path, dtype="<i4", mode="w+", shape=(data.size,)).flush()
         ranks.every(None)
         written = np.memmap(path, dtype="<i4", mode="r+", shape=(data.size,))
+        told, begin = ranks.rank != 0, time.monotonic()
         for sample in range(data.size * ranks.rank // ranks.size, data.size * (ranks.rank + 1) // ranks.size):
             document = data.read(sample)
             count = 0 if document is None else len(document.ids)
             written[sample] = count if document is None or document.answers is None else -count
+            if not told and time.monotonic() - begin >= QUIET_S:
+                told = True
+                print(f"counting the tokens of {data.size:,} samples, once: it says how many steps there are", flush=True)
         written.flush()
         data.broken.clear()  # they are told when the run comes to them
         ranks.every(None)
