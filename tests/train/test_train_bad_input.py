@@ -10,6 +10,7 @@ from train_tools import make_jsonl, make_model, make_plan, make_tokenizer, run_p
 from typer.testing import CliRunner
 
 from unwall.cli import app
+from unwall.shards.collectives import Ranks
 from unwall.train import launch, planning
 from unwall.train.errors import TrainError
 from unwall.train.model import check_length
@@ -121,6 +122,14 @@ def test_a_full_disk_leaves_what_was_saved(place, monkeypatch):
 
     monkeypatch.setattr(FullSaver, "save", full)
     assert "No space left on device: 3.0 GiB are missing; make room" in said(place, out=place / "full")
+
+
+def test_adapters_that_cannot_be_read(tmp_path):
+    from unwall.train.saving import AdapterSaver
+
+    (tmp_path / "adapters-000000004.pt").write_bytes(b"cut short")
+    with pytest.raises(TrainError, match=r"adapters-000000004.pt cannot be read \(\w+\): remove it to go on"):
+        AdapterSaver(tmp_path, None, 1, Ranks(None, "cpu")).load()
 
 
 def test_two_launchers(monkeypatch):

@@ -192,5 +192,5 @@ class _Gradients:
         if options.label_smoothing:
             logits.sub_(options.label_smoothing / int(self._job.param.shape[0]))
         columns, here = scores.labels(self._targets[part])
-        logits.scatter_add_(1, columns, torch.where(here, options.label_smoothing - 1.0, 0.0))
+        logits.scatter_add_(1, columns, here.to(logits.dtype).mul_(options.label_smoothing - 1))
         return logits.mul_(self._grad[part, None])

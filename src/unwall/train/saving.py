@@ -15,8 +15,10 @@ from unwall.checkpoint.generators import read_generators, write_generators
 from unwall.checkpoint.public import load, save
 from unwall.checkpoint.save import PendingSave
 from unwall.shards.collectives import Ranks
+from unwall.train.errors import TrainError
 from unwall.train.lora import adapter_values, write_adapter_values
 from unwall.train.model import Trained
+from unwall.train.world import together
 
 _NAME = "adapters-{:09d}.pt"
 
@@ -70,10 +72,7 @@ class AdapterSaver:
             raise error or OSError("rank 0 could not write the checkpoint")
 
     def load(self) -> dict[str, Any]:
-        found: Any = None
-        if self._ranks.rank == 0:
-            found = torch.load(_adapter_files(self._folder)[-1], map_location="cpu", weights_only=True)
-        found = self._ranks.broadcast_object(found)
+        found = self._ranks.broadcast_object(together(self._ranks, self._read))
         write_adapter_values(self._trained.model, found["values"])
         self._trained.optimizer.load_state_dict(found["optimizer"])
         if len(found["generators"]) == self._ranks.size:
@@ -83,6 +82,17 @@ class AdapterSaver:
 
     def wait(self) -> None:
         """Nothing is written beside training."""
+
+    def _read(self) -> Any:
+        """The newest, on rank 0."""
+        if self._ranks.rank:
+            return None
+        path = _adapter_files(self._folder)[-1]
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            kind = type(error).__name__
+            raise TrainError(f"{path} cannot be read ({kind}): remove it to go on from the one before") from error
 
     def _write(self, path: Path, content: Any) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
