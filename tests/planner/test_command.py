@@ -199,6 +199,7 @@ def test_bad_config(tmp_path, content, message):
     assert found.exit_code == 2
     assert message in found.output
     assert "Traceback" not in found.output
+    assert len(found.output) < 1000
 
 
 def test_json_that_is_nested_too_deeply_is_named(tmp_path):

@@ -15,6 +15,7 @@ from unwall.planner.outline import Outline, outline_of, skeleton
 
 _SHAPE_LIKE = re.compile(r"[\d.\-+\s]*[xX*][\d.\-+xX*\s]*|[\d.\-+\s]+")
 _PYTHON_LIKE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_LONGEST = 300
 
 
 def read_model(model: "str | Path | Description | nn.Module | Outline", vocab: int = 0) -> Outline:
@@ -76,7 +77,9 @@ def _build(unknown: UnknownFamilyError) -> nn.Module:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    """What an error says, in one line: transformers lists all models that it knows where it does not know one."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rstrip()} ..."
 
 
 def read_dtype(name: str | None) -> torch.dtype | None:
