@@ -94,11 +94,12 @@ def test_what_a_decoder_does_beside_its_layers(ranks):
         assert max(far, norm) < 5e-6
 
 
-def cut_model(schedule, options, loss=loss_of, microbatches=4):
+def cut_model(schedule, options, loss=loss_of, microbatches=4, model=None, split=None):
     """Part, optimizer and two functions: a step of the schedule, and one without gradients. Both take a batch."""
     mesh = mesh_of(pp=2, dp=2)
     plan = unwall.Plan(**{"compute_dtype": torch.float32, **options})
-    part, runs = unwall.pipeline(layers(), plan, mesh=mesh, microbatches=microbatches, loss=loss, schedule=schedule)
+    given = {"mesh": mesh, "microbatches": microbatches, "loss": loss, "schedule": schedule, "split": split}
+    part, runs = unwall.pipeline(layers() if model is None else model, plan, **given)
     stages = getattr(runs, "_stages", None) or [runs._stage]
     first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
 
@@ -177,6 +178,28 @@ def scaled():
 def test_every_stage_takes_the_loss_scale_out(ranks):
     for norms, expected in ranks(4).run(scaled):
         assert norms == pytest.approx(expected, rel=1e-2)
+
+
+def half_frozen():
+    """fp16 with nothing to train in the first stage, and a scale that changes: the norms of one batch, again and again."""
+    held, norms, model = [], [], layers()
+    model[:4].requires_grad_(False)
+    options = {"compute_dtype": torch.float16}
+    loss = lambda output, target: held[0].scale(loss_of(output.float(), target))  # noqa: E731
+    replica, part, step, _ = cut_model("1F1B", options, loss, model=model, split=[4, 4])
+    held.append(unwall.AdamW(part.parameters(), lr=0.0))
+    for _ in range(3):
+        step(*batch(0, replica))
+        norms.append(float(held[0].clip_grad_norm_(CLIP)))
+        held[0].step()
+        held[0].zero_grad()
+        held[0].scaler.scale /= 2
+    return norms
+
+
+def test_a_stage_without_gradients_does_not_keep_an_old_loss_scale(ranks):
+    for first, *others in ranks(4).run(half_frozen):
+        assert others == pytest.approx([first] * 2, rel=1e-2)
 
 
 def by_hand(schedule):
