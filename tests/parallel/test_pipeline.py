@@ -1,5 +1,7 @@
 """Pipeline parallelism, alone and with tensor parallelism, is plain PyTorch, and does not reduce once per microbatch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from parallel_tools import ADAMW, CLIP, VOCABULARY, WIDTH, Block, batch, loss_of
 from torch import nn
 
 import unwall
+from unwall.parallel.batches import FLAGS, Batches
 
 HOST = {"params": "host", "optimizer": "host"}
 TIGHT = {**HOST, "device_bytes": 300 << 10}
@@ -141,6 +144,15 @@ def accumulated(schedule):
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_batches_add_up_whatever_their_sizes(ranks, schedule):
     assert max(ranks(4).run(accumulated, schedule)) < 1e-5  # outputs among them
+
+
+def test_what_stages_of_older_versions_of_torch_have_measured_is_forgotten():
+    stage = SimpleNamespace(inputs_meta="of 2 rows", _outputs_meta="of 2 rows")
+    schedule = SimpleNamespace(_stage=stage, **dict.fromkeys(FLAGS, True))
+    batches = Batches(SimpleNamespace(others=SimpleNamespace(pipeline=[])), 2)
+    for rows, kept in ((2, True), (2, True), (4, False)):
+        batches.begin(schedule, (torch.zeros(rows, 3),), {})
+        assert [bool(value) for value in (*vars(stage).values(), *(getattr(schedule, flag) for flag in FLAGS))] == [kept] * 4
 
 
 def uneven():
