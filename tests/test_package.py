@@ -41,7 +41,12 @@ def test_the_command_says_its_options_without_torch_and_every_name_is_there():
         for given in (["--help"], ["train", "--help"], ["plan"], ["train", "--model", "x", "--data", "y", "--out", "z", "--seq", "0"]):
             CliRunner().invoke(unwall.cli.app, given)
         import unwall.report.page
-        assert "torch" not in sys.modules
+        assert set(unwall.__all__) <= set(dir(unwall)) and "torch" not in sys.modules
+        import torch
+        with torch.inference_mode(), torch.device("meta"):  # the first use may be anywhere
+            assert unwall.shard
+        found = [value for name, module in sys.modules.items() if name.startswith("unwall.") for value in vars(module).values()]
+        assert not any(value.is_inference() or value.is_meta for value in found if isinstance(value, torch.Tensor))
         assert [name for name in unwall.__all__ if not hasattr(unwall, name)] == []
         print(unwall.runtime.__name__, hasattr(unwall, "no_such_name"))
     """

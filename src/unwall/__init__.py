@@ -93,5 +93,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'unwall' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 if "torch" in sys.modules:  # a program that trains. The command says its options, or starts processes, without torch
     _load()

@@ -1,5 +1,7 @@
 """Pipeline parallelism, alone and with tensor parallelism, is plain PyTorch, and does not reduce once per microbatch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from parallel_tools import ADAMW, CLIP, VOCABULARY, WIDTH, Block, batch, loss_of
 from torch import nn
 
 import unwall
+from unwall.parallel.batches import FLAGS, Batches
 
 HOST = {"params": "host", "optimizer": "host"}
 TIGHT = {**HOST, "device_bytes": 300 << 10}
@@ -94,11 +97,12 @@ def test_what_a_decoder_does_beside_its_layers(ranks):
         assert max(far, norm) < 5e-6
 
 
-def cut_model(schedule, options, loss=loss_of, microbatches=4):
+def cut_model(schedule, options, loss=loss_of, microbatches=4, model=None, split=None):
     """Part, optimizer and two functions: a step of the schedule, and one without gradients. Both take a batch."""
     mesh = mesh_of(pp=2, dp=2)
     plan = unwall.Plan(**{"compute_dtype": torch.float32, **options})
-    part, runs = unwall.pipeline(layers(), plan, mesh=mesh, microbatches=microbatches, loss=loss, schedule=schedule)
+    given = {"mesh": mesh, "microbatches": microbatches, "loss": loss, "schedule": schedule, "split": split}
+    part, runs = unwall.pipeline(layers() if model is None else model, plan, **given)
     stages = getattr(runs, "_stages", None) or [runs._stage]
     first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))
 
@@ -142,6 +146,15 @@ def test_batches_add_up_whatever_their_sizes(ranks, schedule):
     assert max(ranks(4).run(accumulated, schedule)) < 1e-5  # outputs among them
 
 
+def test_what_stages_of_older_versions_of_torch_have_measured_is_forgotten():
+    stage = SimpleNamespace(inputs_meta="of 2 rows", _outputs_meta="of 2 rows")
+    schedule = SimpleNamespace(_stage=stage, **dict.fromkeys(FLAGS, True))
+    batches = Batches(SimpleNamespace(others=SimpleNamespace(pipeline=[])), 2)
+    for rows, kept in ((2, True), (2, True), (4, False)):
+        batches.begin(schedule, (torch.zeros(rows, 3),), {})
+        assert [bool(value) for value in (*vars(stage).values(), *(getattr(schedule, flag) for flag in FLAGS))] == [kept] * 4
+
+
 def uneven():
     """What is said of a batch that cannot be cut, and whether the next one can be trained with."""
     replica, part, step, _ = cut_model("1F1B", {})
@@ -177,6 +190,28 @@ def scaled():
 def test_every_stage_takes_the_loss_scale_out(ranks):
     for norms, expected in ranks(4).run(scaled):
         assert norms == pytest.approx(expected, rel=1e-2)
+
+
+def half_frozen():
+    """fp16 with nothing to train in the first stage, and a scale that changes: the norms of one batch, again and again."""
+    held, norms, model = [], [], layers()
+    model[:4].requires_grad_(False)
+    options = {"compute_dtype": torch.float16}
+    loss = lambda output, target: held[0].scale(loss_of(output.float(), target))  # noqa: E731
+    replica, part, step, _ = cut_model("1F1B", options, loss, model=model, split=[4, 4])
+    held.append(unwall.AdamW(part.parameters(), lr=0.0))
+    for _ in range(3):
+        step(*batch(0, replica))
+        norms.append(float(held[0].clip_grad_norm_(CLIP)))
+        held[0].step()
+        held[0].zero_grad()
+        held[0].scaler.scale /= 2
+    return norms
+
+
+def test_a_stage_without_gradients_does_not_keep_an_old_loss_scale(ranks):
+    for first, *others in ranks(4).run(half_frozen):
+        assert others == pytest.approx([first] * 2, rel=1e-2)
 
 
 def by_hand(schedule):

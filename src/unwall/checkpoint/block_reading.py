@@ -12,6 +12,7 @@ bounded, whatever the layout is.
 """
 
 import itertools
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -194,10 +195,13 @@ class BlockReading:
     def _read(self, key: _Key, parts: list[_Part]) -> None:
         """On a thread of its own: one block, checked on the way to where it belongs."""
         file = key[0]
-        parts = sorted(parts, key=lambda part: part[0].offset)
+        parts = sorted(parts, key=_offset)
         checks = [check for run in self._known[key] if (check := _RunCheck(run, parts)).parts]
         low, high = checks[0].run.offset, checks[-1].run.end
-        bounce = self._bounces.pop() if self._bounces else Bounce(READ_BYTES)
+        try:
+            bounce = self._bounces.pop()
+        except IndexError:
+            bounce = Bounce(READ_BYTES)
         for start, nbytes in checked_runs(low, high - low, READ_BYTES):
             inside = [check for check in checks if check.run.offset < start + nbytes and check.run.end > start]
             if not inside:  # nothing of it is wanted
@@ -218,13 +222,17 @@ def _writable(goal: Goal) -> Goal:
     return Goal(goal.group, goal.tensors, goal.dtype, goal.otherwise, goal.put)
 
 
+def _offset(part: _Part) -> int:
+    return part[0].offset
+
+
 class _RunCheck:
     """A run, and what is wanted of it, while it is read."""
 
     def __init__(self, run: Run, parts: list[_Part]) -> None:
         """``parts``: of the whole block, sorted."""
         self.run = run
-        self.parts = [part for part in parts if run.offset <= part[0].offset < run.end]
+        self.parts = parts[bisect_left(parts, run.offset, key=_offset) : bisect_left(parts, run.end, key=_offset)]
         self.crc = 0
         """Of what was read by now."""
         ends = itertools.accumulate((source.offset + source.nbytes for source, _ in self.parts), max)

@@ -22,6 +22,8 @@ NOT_SPLIT = ("losses", "return_outputs", "loss_kwargs")
 FLAGS = ("_stage_forward_initialized", "_stage_backward_initialized")
 FLAGS_OF_SEVERAL = ("_stages_forward_initialized", "_stages_backward_initialized")
 """Where torch's schedules note that their buffers are there (private to torch; tests/parallel/test_pipeline.py tells)."""
+SHAPES = ("inputs_meta", "_outputs_meta")
+"""Where stages of older versions of torch keep what they have measured, whatever the schedule notes."""
 
 
 class Batches:
@@ -51,10 +53,13 @@ class Batches:
         if self._shapes not in (None, found):
             for flag in FLAGS if hasattr(schedule, FLAGS[0]) else FLAGS_OF_SEVERAL:
                 setattr(schedule, flag, False)
+            for stage in _stages_of(schedule):
+                vars(stage).update((name, None) for name in SHAPES if name in vars(stage))
         self._shapes = found
 
-    def end(self) -> None:
-        """Behind a step: every stage learns how the last one has scaled the loss."""
+    def end(self, schedule: Any) -> None:
+        """Behind a step: every stage learns how the last one has scaled the loss. What another one knows may be older: a stage
+        without gradients has had none to take it out of."""
         mine = self._engine.loss_scale
         if self._engine.plan.compute_dtype is not torch.float16:
             if mine != 1.0 and self._controls:
@@ -63,12 +68,18 @@ class Batches:
                     "stages expect that with compute_dtype=torch.float16 alone. Leave it out, only fp16 needs it"
                 )
             return
-        every = self._exchange("loss scale of a pipeline", [struct.unpack("<q", struct.pack("<d", mine))[0]])
-        scales = [struct.unpack("<d", struct.pack("<q", row[0]))[0] for row in every]
-        self._engine.loss_scale = next((scale for scale in scales if scale != 1.0), 1.0)
+        last = any(stage.is_last for stage in _stages_of(schedule))
+        every = self._exchange("loss scale of a pipeline", [int(last), struct.unpack("<q", struct.pack("<d", mine))[0]])
+        (word,) = (word for is_last, word in every if is_last)
+        (self._engine.loss_scale,) = struct.unpack("<d", struct.pack("<q", word))
 
     def _exchange(self, kind: str, words: list[int]) -> list[list[int]]:
         every = [words]
         for control in self._controls:
             every = control.exchange(kind, words, "schedule.step")
         return every
+
+
+def _stages_of(schedule: Any) -> list[Any]:
+    """This rank's."""
+    return [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages

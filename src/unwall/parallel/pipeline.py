@@ -181,7 +181,7 @@ def _following(kind: Any, steps: Steps, batches: Batches) -> Any:
             batches.begin(self, args, kwargs)
             with steps.engine.one_pass():
                 result = kind.step(self, *args, **kwargs)
-            batches.end()
+            batches.end(self)
         return result
 
     return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})

@@ -92,4 +92,5 @@ class _Restored(torch.autograd.Function):
         return None, None
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
+with torch.inference_mode(False):  # whatever the program is about when it first uses unwall
+    _ANCHOR = torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=True)

@@ -134,4 +134,5 @@ class Tiling:
         return self._engine.groups[place.group].layout.slots[place.slot].name
 
 
-_NOBODY = nn.Parameter(torch.empty(0), requires_grad=False)
+with torch.inference_mode(False):  # as in kept_input.py
+    _NOBODY = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)
