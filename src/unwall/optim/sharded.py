@@ -130,8 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_forgetting()
         if in_backward():
             refuse_inside_backward(self.engines())
-        self._compare_numbers()
         held = self._complete()
+        self._compare_numbers()  # not before: a fault of which all hear in there leaves nothing said
         for engine, index, _ in held:
             engine.gradients[index].check()  # before anything is updated
         inverse, factor = self._inverse(), self._clip
