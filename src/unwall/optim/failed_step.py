@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unwall.native import interrupts
+from unwall.shards.control import DivergedError
 from unwall.tiers.ledger import BudgetError
 
 if TYPE_CHECKING:
@@ -36,9 +37,11 @@ def told_to_all(step: "Callable[..., Any]") -> "Callable[..., Any]":
             return step(optimizer, closure)
         except BaseException as error:
             own = isinstance(error, _OWN_FAULTS) or not isinstance(error, Exception)
-            if closure is None:  # otherwise it may have come out of that
+            known = isinstance(error, DivergedError)  # to all ranks
+            if closure is None and not known:  # otherwise it may have come out of that
                 agreements = [engine.executor.agreement for engine in engines]
-                if any(each.fail_for_good(error, _APART) if own else each.fail_alone(error, _APART) for each in agreements):
+                told = [each.fail_for_good(error, _APART) if own else each.fail_alone(error, _APART) for each in agreements]
+                if any(told):
                     error.add_note(_APART)
             raise
 

@@ -130,8 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse_forgetting()
         if in_backward():
             refuse_inside_backward(self.engines())
-        self._compare_numbers()
         held = self._complete()
+        self._compare_numbers(held)  # not before: a fault of which all hear in there leaves nothing said
         for engine, index, _ in held:
             engine.gradients[index].check()  # before anything is updated
         inverse, factor = self._inverse(), self._clip
@@ -324,12 +324,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             engine.shown.settle()
         return list(self._held())
 
-    def _compare_numbers(self) -> None:
-        """See [Note: the same numbers] in step_numbers.py."""
-        numbers = None
-        for engine in self.engines():
-            if engine.ranks.size > 1:
-                numbers = numbers or numbers_of(self.param_groups, list(self.defaults), self.max_grad_norm)
+    def _compare_numbers(self, held: list[Held]) -> None:
+        """See [Note: the same numbers] in step_numbers.py. Not of a model without gradients: its ranks may not meet soon."""
+        engines = {id(engine): engine for engine, *_ in held if engine.ranks.size > 1}
+        if engines:
+            numbers = numbers_of(self.param_groups, list(self.defaults), self.max_grad_norm)
+            for engine in engines.values():
                 engine.executor.agreement.say(*numbers)
 
     @torch.no_grad()

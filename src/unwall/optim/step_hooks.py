@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unwall.schedule.standing import APART
+from unwall.shards.control import DivergedError
 
 if TYPE_CHECKING:
     from unwall.optim.sharded import ShardedOptimizer
@@ -34,6 +35,8 @@ def hooks_told(step: "Callable[..., Any]") -> "Callable[..., Any]":
         optimizer.in_hooks = True
         try:
             return hooked(optimizer, *args, **kwargs)
+        except DivergedError:  # all ranks know of it
+            raise
         except BaseException as error:
             engines = [engine for engine in optimizer.engines() if engine.ranks.size > 1] if optimizer.in_hooks else []
             if engines and engines[0].executor.agreement.fail_alone(error):  # whoever waits in another model hears of it, too

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 Numbers = tuple["array[float]", Callable[[], list[str]], str]
+_PLAIN = (int, float)
 _ADVICE = (
     "Each rank updates its own part of every parameter, so the model has become a mixture. Set the same on all ranks (a "
     "scheduler that looks at a loss needs the same loss everywhere: average it over them)"
@@ -22,22 +23,28 @@ _ADVICE = (
 def numbers_of(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> Numbers:
     """Of a step, what they are called, and what to do where they differ. ``options``: names of those that count; ``clip``: the
     norm to which gradients are clipped."""
-    values = array("d", [value for _, value in _pairs(groups, options, clip)])
-    return values, lambda: [name for name, _ in _pairs(groups, options, clip)], _ADVICE
-
-
-def _pairs(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> Iterator[tuple[str, float]]:
-    if clip is not None:
-        yield "max_grad_norm", clip
-    for number, group in enumerate(groups):
-        yield f"the number of parameters of param group {number}", len(group["params"])
+    values = array("d", () if clip is None else (clip,))
+    for group in groups:
+        values.append(len(group["params"]))
         for name in options:
-            for value in _numbers_in(group.get(name)):
-                yield f"{name} of param group {number}", value
+            option = group.get(name)
+            if isinstance(option, _PLAIN):
+                values.append(option)
+            elif option is not None:
+                values.extend(_numbers_in(option))
+    return values, lambda: _names(groups, options, clip), _ADVICE
+
+
+def _names(groups: Sequence[Mapping[str, Any]], options: Sequence[str], clip: float | None) -> list[str]:
+    names = [] if clip is None else ["max_grad_norm"]
+    for number, group in enumerate(groups):
+        names.append(f"the number of parameters of param group {number}")
+        names += [f"{name} of param group {number}" for name in options for _ in _numbers_in(group.get(name))]
+    return names
 
 
 def _numbers_in(option: Any) -> Iterator[float]:
-    if isinstance(option, int | float):
+    if isinstance(option, _PLAIN):
         yield option
     elif isinstance(option, torch.Tensor):
         if option.numel() == 1 and option.device.type == "cpu":  # elsewhere a look would wait for the device

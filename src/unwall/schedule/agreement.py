@@ -45,7 +45,7 @@ from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
 from unwall.schedule.standing import Promise, Said, Standing
 from unwall.shards.collectives import Ranks
-from unwall.shards.control import unpack_bits
+from unwall.shards.control import PeerError, unpack_bits
 from unwall.shards.feign import Feigned
 
 MOST_SINCE_STEP = 128
@@ -215,6 +215,12 @@ class Agreement:
         """After a fault of this rank: returns when all ranks know of it."""
         self._standing.rejoin()
 
+    def _fail_here(self, error: BaseException) -> None:
+        """DivergedError where another rank's fault was heard of, and the ranks cannot go on after it."""
+        self.fail(error)
+        if isinstance(error, PeerError):
+            self._standing.check()
+
     def _take_promises(self) -> Iterator[Promise]:
         if self._performing is not None:
             op, before = self._performing
@@ -246,7 +252,7 @@ class Agreement:
                 self._standing.ready()
                 self._go_to(op, own)
         except BaseException as error:
-            self.fail(error)
+            self._fail_here(error)
             raise
 
     def _go_to(self, op: Op, own: tuple[int, ...]) -> None:
@@ -306,7 +312,7 @@ class Agreement:
                 self._standing.ready()
                 return self._meet_at(point, about, steady, flags)
         except BaseException as error:
-            self.fail(error)
+            self._fail_here(error)
             raise
 
     def _meet_at(self, point: int, about: tuple[bool, ...], steady: bool, flags: int) -> list[Row]:

@@ -46,8 +46,9 @@ APART = (
 )
 PATIENCE_S = 1.0
 """How long a rank that failed waits for the others before it raises its error."""
-CLOSE = 1e-5
-"""Numbers whose relative difference is less are taken to be the same."""
+CLOSE, NOTHING = 1e-5, 1e-15
+"""Numbers whose relative difference, or whose difference, is less are taken to be the same: near the end of a cosine nothing is
+left but its last bits."""
 ALIKE_S = 10.0
 """How long a rank that failed around a step waits for others that fail alike: they have just met, after the backward."""
 
@@ -118,6 +119,7 @@ class Standing:
             raise self._learn(rows)
         if any(row.point != mine.point for row in rows) and not self._said_alike(rows):
             raise self.diverged(rows)
+        self.said.clear()  # all ranks have: a loop that writes and never meets must not keep it
         return rows
 
     def ready(self) -> None:
@@ -162,7 +164,7 @@ class Standing:
         if self._control.watch.parting is None:
             self.fail(text, spoilt, patience_s=0.0)
 
-    def fail(self, error: BaseException | str, spoilt: bool, patience_s: float = PATIENCE_S) -> None:
+    def fail(self, error: BaseException | str, spoilt: bool, patience_s: float | None = None) -> None:
         """This rank cannot go on with what it was at. See [Note: faults]. ``spoilt``: nor can the gradients be used."""
         if self._ranks.size == 1 or self.apart:
             return
@@ -179,6 +181,7 @@ class Standing:
         try:
             with self._control.watch.lock:
                 self._part(text, (TOLD if told else 0) | (SPOILT if spoilt else 0))
+            patience_s = PATIENCE_S if patience_s is None else patience_s
             if patience_s and self._parting is not None:
                 self._await_others(self._parting, patience_s)
         except BaseException as second:
@@ -285,8 +288,11 @@ class Standing:
         mine = [(*pair, said.advice) for said in self.said for pair in zip(said.names(), said.values, strict=False)]
         every = self._control.every(mine, "numbers that must be the same on all ranks")
         differing, advice = [], ""
-        for name, given in dict.fromkeys((name, advice) for row in every for name, _, advice in row):
-            found = [[value for known, value, _ in row if known == name] for row in every]
+        of_all: dict[tuple[str, str], list[list[float]]] = {}
+        for rank, row in enumerate(every):
+            for name, value, given in row:
+                of_all.setdefault((name, given), [[] for _ in every])[rank].append(value)
+        for (name, given), found in of_all.items():
             if not all(_close(values, found[0]) for values in found):
                 shown = (" and ".join(f"{value:.7g}" for value in values) or "none" for values in found)
                 differing.append(f"{name} is {', '.join(f'{text} on rank {rank}' for rank, text in enumerate(shown))}")
@@ -294,7 +300,6 @@ class Standing:
         if differing:
             self._apart = f"the ranks differ: {'; '.join(differing[:5])}. {advice}, and start them again from a checkpoint"
             raise DivergedError(self._apart)
-        self.said.clear()
         return True
 
     def _place(self, mine: Row) -> str:
@@ -312,7 +317,7 @@ class Standing:
 
 def _close(some: Sequence[float], others: Sequence[float]) -> bool:
     return len(some) == len(others) and all(
-        math.isclose(one, other, rel_tol=CLOSE) or (math.isnan(one) and math.isnan(other))
+        math.isclose(one, other, rel_tol=CLOSE, abs_tol=NOTHING) or (math.isnan(one) and math.isnan(other))
         for one, other in zip(some, others, strict=True)
     )
 

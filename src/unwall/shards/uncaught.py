@@ -30,6 +30,7 @@ class Told(Protocol):
 _told: "weakref.WeakSet[Told]" = weakref.WeakSet()
 _adding = threading.Lock()
 _before: tuple[Any, Any] | None = None
+os.register_at_fork(after_in_child=_told.clear)  # a child is no rank, whatever it dies of
 
 
 def tell_uncaught(watch: Told) -> None:

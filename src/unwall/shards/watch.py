@@ -137,14 +137,16 @@ class Watch:
 
     def tell_ended(self, what: str) -> None:
         """An exception has ended this rank's script: see shards/uncaught.py."""
+        if self.end:  # the others know, and the store may be gone
+            return
         name = self.names[self._rank] if self.names else f"rank {self._rank}"
         self.tell_end(f"{name} has ended with {what}. It was {self.where()}. Start all ranks again, from a checkpoint")
 
     def come_alike(self, what: str, seconds: float) -> bool:
         """Whether all other ranks say the same within this time: only after something has gone wrong."""
         self._set(f"{what}/{self._rank}", "here")
-        until = time.monotonic() + seconds
-        while not all(self._get(f"{what}/{rank}") for rank in self._others):
+        until, missing = time.monotonic() + seconds, list(self._others)
+        while missing := [rank for rank in missing if not self._get(f"{what}/{rank}")]:
             if time.monotonic() >= until or self.end or self.fault:
                 return False
             time.sleep(LOOK_S / 25)
