@@ -182,6 +182,23 @@ def test_a_switched_model_on_a_tier(tier, tied):
     assert losses[0][-1] < losses[0][0]
 
 
+class Doubled(torch.Tensor):
+    """A weight with a product of its own, as quantised ones have."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is functional.linear:
+            x, weight, bias = args
+            return functional.linear(x, 2 * weight.as_subclass(torch.Tensor), bias)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_weight_that_has_a_product_of_its_own():
+    x, weight, labels = torch.randn(6, 8), torch.randn(11, 8), torch.arange(6)
+    found = linear_cross_entropy(x, weight.as_subclass(Doubled), labels, chunk_tokens=4)
+    assert found.item() == pytest.approx(plain(x, 2 * weight, labels).item(), rel=1e-5)
+
+
 def test_models_that_cannot_be_switched():
     with pytest.raises(ValueError, match="is no transformers language model with a linear head"):
         use_linear_cross_entropy(torch.nn.Linear(2, 2))

@@ -400,6 +400,30 @@ def test_a_block_runs_again_with_its_buffers_of_then(activations, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(found["keep"], found[activations], strict=True))
 
 
+class Odd(Small):
+    """Buffers that have no ``nbytes``, or that nobody can write to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", torch.eye(4).to_sparse())
+        self.register_buffer("ones", torch.ones(1).expand(8))
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, super().forward(x)) * self.ones
+
+
+@pytest.mark.parametrize("activations", CHOICES)
+def test_sparse_and_expanded_buffers(activations):
+    found = {}
+    for choice in ("keep", activations):
+        torch.manual_seed(0)
+        model = sharded(nn.Sequential(Odd(), Odd()), choice)
+        for _ in range(2):
+            model(torch.linspace(-1, 1, 32).view(4, 8)).square().sum().backward()
+        found[choice] = [param.grad.clone() for param in model.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(found["keep"], found[activations], strict=True))
+
+
 class Named(Small):
     def forward(self, *, x, masks):
         return super().forward(x) * masks[0]

@@ -1,11 +1,14 @@
 """Blocks that the user has compiled: the values of plain PyTorch wherever the states live, and nothing compiled again."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
 import unwall
+from unwall.runtime.recompute import recompute_blocks
 
 WIDTH = 32
 
@@ -42,3 +45,31 @@ def test_no_step_compiles_again(tier, tmp_path):
         assert step(model, optimizer) == pytest.approx(step(plain, reference), rel=1e-5)
         known.append(compilations())
     assert before < known[1] == known[-1]
+
+
+class Counting(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        if self.count is None:
+            return torch.tanh(self.inner(x))
+        self.count += 1
+        return torch.tanh(self.inner(x * self.count.clone()))
+
+
+def test_a_model_is_compiled_around_recomputed_blocks():
+    """Dynamo follows the checkpoint, of a block with buffers and of one without."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(Counting(torch.zeros(())), Counting(None))
+    model = copy.deepcopy(plain)
+    recompute_blocks(model)
+    compiled = torch.compile(model, backend="eager")
+    for run in (plain, compiled):
+        run(torch.full((2, WIDTH), 0.5)).square().mean().backward()
+    torch._dynamo.reset()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)

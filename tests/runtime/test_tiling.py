@@ -432,3 +432,24 @@ def test_labels_outside_of_a_tiled_head_raise():
     for label in (64, -1):
         with pytest.raises(IndexError, match="a head of 64 rows was given labels outside"):
             model(torch.randn(1, 16), torch.tensor([label]))
+
+
+class Hidden(Scored):
+    def forward(self, x):
+        return torch.tanh(self.body(x))
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_the_loss_outside_of_the_forward_reads_the_head_in_the_dtype_of_the_tokens(tiles):
+    source = torch.Generator().manual_seed(1)
+    x, labels = torch.randn(16, 16, generator=source), torch.randint(0, 64, (16,), generator=source)
+    inside, outside = (unwall.shard(kind(8), Plan(tiles=tiles, **PLACEMENTS["host"])) for kind in (Scored, Hidden))
+    loss = inside(x, labels)
+    hidden, head = outside(x), outside.head
+    found = unwall.nn.linear_cross_entropy(hidden, head.weight, labels, head.bias, chunk_tokens=8)
+    assert hidden.dtype is torch.bfloat16
+    assert found.item() == pytest.approx(loss.item(), rel=1e-6)
+    loss.backward()
+    found.backward()
+    for param, other in zip(outside.parameters(), inside.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.clone(), other.grad.clone(), rtol=2e-2, atol=1e-3)

@@ -6,12 +6,13 @@ the matrix product and the loss run over a few tokens at a time. Forward keeps t
 of exponentials, and the loss); backward computes each chunk's logits again. That is one more product with the head's matrix.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
 Reduction = Literal["mean", "sum", "none"]
@@ -61,7 +62,7 @@ def linear_cross_entropy(
     tokens = x.reshape(-1, x.shape[-1])
     losses: torch.Tensor
     if in_tiles:
-        losses = handle_torch_function(chunk_by_chunk, (weight,), tokens, weight, bias, flat, options)
+        losses = _of_its_class(weight)(tokens, weight, bias, flat, options)
     else:
         losses = _LinearCrossEntropy.apply(tokens, weight, bias, flat, options)
     if reduction == "none":
@@ -96,6 +97,15 @@ def _check(
         raise ValueError(f"z_loss is 0 or more, got {z_loss}")
     if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
         raise ValueError(f"chunk_tokens is a whole number above 0, got {chunk_tokens!r}")
+
+
+def _of_its_class(weight: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """``chunk_by_chunk``, as the weight's class computes it. Only a class that says so is asked: others know operators alone,
+    and would call it with their own meaning of these switched off."""
+    kind: Any = type(weight)
+    if not getattr(kind, "knows_chunk_by_chunk", False):
+        return chunk_by_chunk
+    return lambda *args: kind.__torch_function__(chunk_by_chunk, (kind,), args)
 
 
 def chunk_by_chunk(

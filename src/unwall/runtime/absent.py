@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unwall.nn.linear_cross_entropy import chunk_by_chunk
 from unwall.runtime.refusals import refuse_reader
 from unwall.shards.local import distributed_like, is_distributed, local
 
@@ -154,6 +155,7 @@ PRODUCTS = {
     *(nn.functional.linear, nn.functional.bilinear, nn.functional.layer_norm, nn.functional.group_norm, torch.conv3d),
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, nn.functional.scaled_dot_product_attention),
     *(nn.functional.rms_norm, torch.layer_norm, torch.dot, torch.addmv, torch.addbmm, torch.inner, torch.tensordot),
+    chunk_by_chunk,
 }
 """Take operands of one dtype only. What a module returned is in the compute dtype: so is the parameter then."""
 
@@ -162,6 +164,9 @@ IN_PLACE_OPERATORS = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imu
 
 class Absent(nn.Parameter):
     """The class of a parameter that no pass shows now. See [Note: absent parameters]."""
+
+    knows_chunk_by_chunk = True
+    """See nn/linear_cross_entropy.py."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Parameter:  # type: ignore[misc]
         """Code that builds another parameter of the same type gets a plain one."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from unwall.runtime.block_state import Buffers
+from unwall.runtime.block_state import Buffers, is_expanded
 from unwall.runtime.kept_input import InArena
 from unwall.runtime.partitioned import Partition
 from unwall.runtime.recompute import by_place, inside_checkpoint
@@ -92,7 +92,7 @@ class BlockCall:
         """Runs or, where that does not fit the card, recomputes. See [Note: run again]. ``free`` makes room, and says whether
         that is of use."""
         generators = Generators(self._device)
-        counted = [(buffer, buffer.clone()) for buffer in _buffers(self._block)]
+        counted = [(buffer, buffer.clone()) for buffer in _buffers(self._block) if not is_expanded(buffer)]
         try:
             return run()
         except torch.OutOfMemoryError as error:

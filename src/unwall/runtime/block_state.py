@@ -66,7 +66,8 @@ class Buffers:
         for module in self._block.modules():
             for name, tensor in module._buffers.items():
                 if tensor is not None:
-                    wanted = copied or tensor.nbytes <= SMALL_BYTES or (id(module), name) in self.written
+                    small = tensor.numel() * tensor.element_size() <= SMALL_BYTES  # sparse ones have no nbytes
+                    wanted = (copied or small or (id(module), name) in self.written) and not is_expanded(tensor)
                     found.append(Slot(module, name, tensor, _version(tensor), tensor.detach().clone() if wanted else None))
         return found
 
@@ -151,3 +152,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements lie in one place of the memory (``expand``). Nothing can write to such a tensor, nor needs to."""
+    strided = tensor.layout is torch.strided
+    return strided and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

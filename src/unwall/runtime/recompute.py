@@ -3,6 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -51,18 +52,24 @@ def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
 
 def _recomputed(block: nn.Module, forward: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., Any]:
     """The same forward, whose activations are computed again in backward."""
-    contexts = Buffers(block).contexts if next(block.buffers(), None) is not None else noop_context_fn
+    has_buffers = next(block.buffers(), None) is not None
+    contexts = functools.partial(_contexts, Buffers(block)) if has_buffers else noop_context_fn
+    compiled = {"context_fn": contexts} if has_buffers else {}  # Dynamo knows partials, and no other callables of a closure
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or inside_checkpoint():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return how(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return how(forward, *args, use_reentrant=False, **compiled, **kwargs)
         # What is given by name goes the same way as the rest: looked after by autograd, and to host or disk.
         return how(by_place(block, forward, args, kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     return run
+
+
+def _contexts(buffers: Buffers) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return buffers.contexts()
 
 
 def by_place(

@@ -41,6 +41,8 @@ class TileView(torch.Tensor):
 
     part: Part
     tiling: Any
+    knows_chunk_by_chunk = True
+    """See nn/linear_cross_entropy.py."""
 
     @staticmethod
     def make(part: Part, tiling: Any) -> "TileView":
