@@ -51,6 +51,8 @@ class AtEvent:
             self._reminding -= 1
 
     def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
+        if event == "c_call" and getattr(arg, "__name__", "") == "__exit__":
+            return  # the interpreter looks for signals behind a call: only here one could come between a block and its end
         self.events += 1
         if self.events == self._k:
             signal.raise_signal(self._number)
