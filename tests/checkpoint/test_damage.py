@@ -238,19 +238,22 @@ def test_every_rank_is_told_of_damage_that_one_of_them_found(ranks, tmp_path):
         assert changed == []
 
 
-def load_into_a_fresh_one(path):
-    """The last rank's last byte is damaged. What a rank was told, what that has changed of a model that was just built, and
-    what is wrong after a load of a good one."""
-    rank, world = rank_and_world()
+def good_and_damaged(path, damaged):
+    """Two checkpoints, the last byte of rank ``damaged`` in the second one wrong; a model that was just built with its
+    optimizer; and what they should be after a load of the first one."""
     model, optimizer = begin(SETUP, TIERS["host"], path)
     step(model, optimizer, SETUP, 0)
     good, bad = (unwall.save(path / "saved", model, optimizer) for _ in range(2))
-    expected = everything(model, optimizer)
-    fresh, trained = begin(SETUP, TIERS["host"], path)
-    before = states_of(fresh)
-    if rank == 0:
-        file = bad / f"rank-{world - 1:05d}.safetensors"
+    if rank_and_world()[0] == 0:
+        file = bad / f"rank-{damaged:05d}.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"?")
+    return good, bad, begin(SETUP, TIERS["host"], path), everything(model, optimizer)
+
+
+def load_into_a_fresh_one(path):
+    """What a rank was told, what that has changed of a model that was just built, and what is wrong after a load of a good one."""
+    good, bad, (fresh, trained), expected = good_and_damaged(path, rank_and_world()[1] - 1)
+    before = states_of(fresh)
     with pytest.raises(unwall.CheckpointError) as caught:
         unwall.load(bad, fresh, trained)
     changed = differing(before, states_of(fresh))
@@ -273,16 +276,9 @@ def test_what_was_read_into_a_fresh_optimizer_is_taken_back(ranks, tmp_path, wor
 
 
 def load_where_one_cannot_undo(path):
-    """The last byte is damaged, and rank 1 cannot take back what it had read by then. What each rank was told."""
+    """Rank 1 cannot take back what it had read by then. What each rank was told."""
     rank, _ = rank_and_world()
-    model, optimizer = begin(SETUP, TIERS["host"], path)
-    step(model, optimizer, SETUP, 0)
-    good, bad = (unwall.save(path / "saved", model, optimizer) for _ in range(2))
-    expected = everything(model, optimizer)
-    fresh, trained = begin(SETUP, TIERS["host"], path)
-    if rank == 0:
-        file = bad / "rank-00000.safetensors"
-        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    good, bad, (fresh, trained), expected = good_and_damaged(path, 0)
     undo = Waiting.undo
     if rank == 1:
         Waiting.undo = _cannot_undo

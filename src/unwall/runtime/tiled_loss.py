@@ -4,7 +4,8 @@
 ``unwall.nn.linear_cross_entropy`` holds the logits of a few tokens at a time. Of a head in tiles that would read every tile
 once for each chunk of tokens, and add up as many parts of its gradient in the dtype of the flat gradient. So the order is
 turned round: a tile is read once, and all chunks of tokens use it. The logarithm of the sum of exponentials goes from tile to
-tile. The gradients of a tile, of the tokens and of the bias are sums in fp32, rounded once, as they are for a whole head.
+tile. The gradients of a tile, of the tokens and of the bias are sums in fp32, as they are for a whole head: of products
+that are rounded to the dtype of the tokens where it is narrower.
 """
 
 from collections.abc import Iterator

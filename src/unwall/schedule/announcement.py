@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """At a meeting: the fingerprint of what it expects until the next one, 0 where it expects nothing."""
     flags: int
     numbers: int = 0
-    """The fingerprint of the numbers with which it has stepped since the last meeting, 0 where it has not."""
+    """The fingerprint of what it has said since the ranks last compared (numbers of steps, sums of writes), 0 for nothing."""
 
     @property
     def op(self) -> Op | None:
