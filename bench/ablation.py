@@ -8,6 +8,10 @@ of their own. ``--parts`` runs some of them; what the file holds of others stays
     python -m bench.ablation --size cores --out bench/results/ablation/two-cores.json  # about 6 minutes
     python -m bench.ablation --report bench/results/ablation/*.json --docs docs/ablation.md
 
+``--page`` makes the page at once, of all results beside ``--out``:
+
+    python -m bench.ablation --size cores --out bench/results/ablation/two-cores.json --page
+
 ``--report`` also computes the largest model of each row, which takes no accelerator, and writes it into the files.
 """
 
@@ -205,6 +209,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, default=Path(), help="where the folder for disk tiers is made, then removed")
     parser.add_argument("--commit", help="what was measured, where git cannot tell")
     parser.add_argument("--report", type=Path, nargs="*", help="runs nothing: makes the page of these results")
+    parser.add_argument("--page", action="store_true", help="then makes the page of all results beside --out")
     parser.add_argument("--docs", type=Path, default=Path("docs/ablation.md"))
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -218,6 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
         run_one(options)
     else:
         run_all(options)
+        if options.page:
+            ablation_page.write(options.docs, sorted(options.out.parent.glob("*.json")))
 
 
 if __name__ == "__main__":

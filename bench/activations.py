@@ -26,11 +26,18 @@ from bench.shapes import SHAPES, Shape
 from bench.workload import ADAMW, COMPUTE_DTYPE, Block, Decoder, Embedding, Linear, batch_of
 from unwall.nn import linear_cross_entropy
 from unwall.runtime import link_speed
+from unwall.tiers.sizes import parse_bytes
 
 ROWS = ("plain-keep", "plain-recompute", "unwall-default", "unwall-keep", "unwall-recompute", "unwall-host")
 TILES = 16
 LIMIT_S = 60.0
 """For one row."""
+INPUTS_BYTES = 3 << 30
+"""Of all blocks, where what they free is compared with the formula: up to 1 GiB of them is in flight."""
+CARD = "24GiB"
+"""Of a card with more: the longest sample of all of an H200 takes half an hour per step."""
+STATES = "2GiB"
+"""Of that, for parameters that come and go (rows with -offload)."""
 
 
 class Mlp(nn.Module):
@@ -99,14 +106,20 @@ def options_of(row: str, budget: str | None) -> dict[str, Any]:
     return found
 
 
-def build(row: str, shape: Shape, device: torch.device, budget: str | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    row: str, shape: Shape, device: torch.device, budget: str | None, frozen: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """``frozen``: the blocks have no gradients of their own, which would take the memory that their inputs leave."""
     with torch.device(device):
-        model: nn.Module = KeepingDecoder(shape)
+        model = KeepingDecoder(shape)
+    if frozen:
+        for block in model.blocks:
+            block.requires_grad_(False)
     optimizer: torch.optim.Optimizer
     if row.startswith("plain"):
         model.to(COMPUTE_DTYPE)
-        model.recompute = "recompute" in row  # type: ignore[assignment]
-        model.whole_logits = "logits" in row  # type: ignore[assignment]
+        model.recompute = "recompute" in row
+        model.whole_logits = "logits" in row
         optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda", **ADAMW)
         return model, optimizer
     options = options_of(row, budget)
@@ -117,10 +130,12 @@ def build(row: str, shape: Shape, device: torch.device, budget: str | None) -> t
     return model, unwall.AdamW(model.parameters(), **ADAMW)
 
 
-def train(row: str, shape: Shape, batch: int, seq: int, steps: int, budget: str | None = None) -> dict[str, Any]:
+def train(
+    row: str, shape: Shape, batch: int, seq: int, steps: int, budget: str | None = None, frozen: bool = False
+) -> dict[str, Any]:
     """Seconds per step and peak bytes of one row."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, optimizer = build(row, shape, device, budget)
+    model, optimizer = build(row, shape, device, budget, frozen)
     ids, labels = batch_of(shape, batch, seq, device, 0)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # building the model took more
@@ -146,10 +161,12 @@ def train(row: str, shape: Shape, batch: int, seq: int, steps: int, budget: str 
     return found
 
 
-def longest(row: str, shape: Shape, start: int, most: int) -> dict[str, Any]:
-    """The longest sample that trains: doubled for as long as it does, then one try in between."""
+def longest(row: str, shape: Shape, start: int, most: int, card: str | None) -> dict[str, Any]:
+    """The longest sample that trains within ``card`` bytes: doubled for as long as it does, then one try in between."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, optimizer = build(row, shape, device, None)
+    if card and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(card) / torch.cuda.mem_get_info()[1])
+    model, optimizer = build(row, shape, device, STATES)
 
     def trains(seq: int) -> bool:
         try:
@@ -170,7 +187,10 @@ def longest(row: str, shape: Shape, start: int, most: int) -> dict[str, Any]:
     best = 0
     while seq <= most and time.perf_counter() - begun < LIMIT_S / 2 and trains(seq):
         best, seq = seq, 2 * seq
-    return {"row": row, "longest": best, "stopped": "limit" if seq > most or best == seq // 2 else "memory"}
+    stopped = "memory" if seq <= most and time.perf_counter() - begun < LIMIT_S / 2 else "limit"
+    if stopped == "memory" and best and trains(3 * best // 2):
+        best = 3 * best // 2
+    return {"row": row, "longest": best, "stopped": stopped}
 
 
 def _wait(device: torch.device) -> None:
@@ -203,17 +223,17 @@ def must_hold(small: bool, parts: list[str]) -> None:
         rows = ("unwall-recompute-offload", "unwall-auto-offload", "unwall-auto-offload-whole")
         table(f"States on the host, {budget} in all for the auto row", rows, [*size, "--steps", "4", "--budget", budget])
     for hidden in ((64, 128) if small else (2048, 4096, 8192)) * ("host" in parts):
-        given = (
-            ["--shape", "tiny", "--seq", "64"]
-            if small
-            else ["--shape", "3b", "--layers", "4", "--batch", "1", "--seq", "16384"]
-        )
-        title = f"Hidden {hidden}, {given[-1]} tokens per sample: checkpoints on the device, and on the host"
-        table(title, ("unwall-recompute", "unwall-host"), [*given, "--hidden", str(hidden), "--steps", "3"])
+        seq = 64 if small else 16384
+        layers = 2 if small else INPUTS_BYTES // (2 * seq * hidden)
+        given = ["--shape", "tiny" if small else "3b", "--layers", str(layers), "--batch", "1", "--seq", str(seq)]
+        inputs = f"{layers} inputs of {2 * seq * hidden / 2**30:.3g} GiB"
+        title = f"Hidden {hidden}, {seq} tokens per sample, frozen blocks, {inputs}: on the device, and on the host"
+        table(title, ("unwall-recompute", "unwall-host"), [*given, "--hidden", str(hidden), "--steps", "3", "--frozen"])
     if "longest" in parts:
-        given = ["--shape", "tiny", "--longest", "64", "512"] if small else ["--shape", "1b", "--longest", "65536", "2097152"]
-        for row in ("plain-recompute-logits", "unwall-host-tiles"):
-            print(json.dumps(_in_process(row, given)), flush=True)
+        given = ["--shape", "tiny", "--longest", "64", "512"] if small else ["--shape", "1b", "--longest", "8192", "131072"]
+        print(f"\nThe longest sample of {given[1]} on a card of {CARD}")
+        for row in ("plain-recompute-logits", "unwall-host-offload-tiles"):
+            print(json.dumps(_in_process(row, [*given, "--card", CARD])), flush=True)
 
 
 def table(title: str, rows: tuple[str, ...], arguments: list[str]) -> None:
@@ -227,7 +247,7 @@ def table(title: str, rows: tuple[str, ...], arguments: list[str]) -> None:
         ratio = f"{row['step_s'] / base:.3f}" if base else ""
         losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
         used = ", ".join(f"{count} {choice}" for choice, count in row.get("used", {}).items())
-        peak = f"{row['peak_bytes'] / 2**30:.1f}"
+        peak = f"{row['peak_bytes'] / 2**30:.2f}"
         print(f"| {row['row']} | {row['step_s']:.4f} | {ratio} | {peak} | {losses} | {used} |", flush=True)
 
 
@@ -243,6 +263,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--budget", help="device_bytes of rows with -offload")
     parser.add_argument("--longest", type=int, nargs=2, metavar=("START", "MOST"), help="the longest sample instead of seconds")
+    parser.add_argument("--card", help="of the card's memory, for the longest sample")
+    parser.add_argument("--frozen", action="store_true", help="blocks without gradients of their own")
     parser.add_argument("--rows", nargs="*", default=ROWS)
     parser.add_argument("--row")
     given = parser.parse_args()
@@ -255,9 +277,9 @@ def main() -> None:
         heads = max(1, hidden // 128)
         shape = Shape(hidden=hidden, layers=given.layers or shape.layers, heads=heads, ffn=4 * hidden, vocab=shape.vocab)
     if given.row and given.longest:
-        print(json.dumps(longest(given.row, shape, *given.longest)))
+        print(json.dumps(longest(given.row, shape, *given.longest, card=given.card)))
     elif given.row:
-        print(json.dumps(train(given.row, shape, given.batch, given.seq, given.steps, given.budget)))
+        print(json.dumps(train(given.row, shape, given.batch, given.seq, given.steps, given.budget, given.frozen)))
     else:
         arguments = [argument for argument in sys.argv[1:] if argument != "--rows" and argument not in ROWS]
         table("Activations", tuple(given.rows), arguments)

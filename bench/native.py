@@ -28,6 +28,7 @@ from rich.table import Table
 
 from unwall.native.disk import DiskEngine, DiskFile, has_uring
 from unwall.native.journal import AdamWArrays, journal_bytes, resolve, update_journaled
+from unwall.native.lean import LeanArrays, lean_adamw
 from unwall.native.memory import HostMemory
 from unwall.native.pool import AdamWOut, AdamWStep, DType, WorkerPool, isa
 
@@ -175,6 +176,27 @@ def bench_journal(threads: int, rounds: int = 15) -> list[Row]:
     ]
 
 
+def bench_lean(threads: int, rounds: int = 15) -> list[Row]:
+    """The update of lean states, which is arithmetic, against that of exact ones, which is memory: few cores, slower; many that
+    share the memory, faster."""
+    n = ADAMW_NUMEL // 4
+    with WorkerPool(threads) as pool:
+        half, grad = (tensor(n, torch.bfloat16, pool).normal_().mul_(0.02) for _ in range(2))
+        rest, exp_avg, exp_avg_sq = (tensor(n, dtype, pool) for dtype in (torch.int16, torch.float32, torch.float32))
+        parts = [tensor(n, dtype, pool) for dtype in (torch.bfloat16, torch.int8, torch.int16)]
+        parts[0].copy_(half)
+        lean = LeanArrays(*[part.data_ptr() for part in parts])
+        exact = [part.data_ptr() for part in (half, exp_avg, exp_avg_sq, grad)]
+        step = AdamWStep(lr=1e-3, weight_decay=0.01, step=10)
+        sides: dict[str, Callable[[], object]] = {
+            "exact": lambda: pool.adamw(*exact, n, step, grad_dtype=DType.BF16, remainder=rest.data_ptr()).wait(),
+            "lean": lambda: lean_adamw(pool, lean, grad.data_ptr(), n, step, grad_dtype=DType.BF16).wait(),
+        }
+        times = interleaved(sides, rounds)
+    rates = {name: [n / took / 1e9 for took in times[name]] for name in sides}
+    return [compare("AdamW lean / exact split", 0.6, "Gelem/s", rates["lean"], rates["exact"])]
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +300,7 @@ def main() -> None:
     if options.only in (None, "adamw"):
         rows += bench_adamw(options.threads)
         rows += bench_journal(options.threads)
+        rows += bench_lean(options.threads)
     if options.only in (None, "memory"):
         rows += bench_memory(options.threads)
     if options.only in (None, "disk"):

@@ -2,21 +2,26 @@
 
 Seconds of the processor, not of the clock, and the least of many rounds that take turns, so that a busy machine says the same.
 The last line has the numbers of HOST_PACKING in planner/pace.py: what an element costs, as memory traffic of an update that
-takes as long.
+takes as long. With ``--device`` it is the accelerator's seconds, by Triton's kernels and by torch's operations, as bytes of its
+memory traffic: DEVICE_PACKING.
 """
 
 import argparse
 import json
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from unwall.native import quantise as native
-from unwall.native.pool import AdamWStep, DType, WorkerPool
+from unwall.native.pool import AdamWStep, DType, WorkerPool, shared_pool
 from unwall.planner.formulas import SPLIT_UPDATE_TRAFFIC_BYTES
+from unwall.planner.measure import best_s, device_memory_rate
+from unwall.shards import compress
 from unwall.shards.compress import packed_bytes
+from unwall.shards.compress_device import DeviceKernels
 
 NUMEL = 1 << 23
 """Of each piece: far more than caches hold."""
@@ -25,7 +30,12 @@ NUMEL = 1 << 23
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--device", action="store_true", help="of the accelerator")
+    options = parser.parse_args()
+    rounds = options.rounds
+    if options.device:
+        _on_device()
+        return
     with WorkerPool(1) as pool:
         works = _works(pool)
         best = dict.fromkeys(works, float("inf"))
@@ -36,6 +46,29 @@ def main() -> None:
     said: dict[str, Any] = {name: round(NUMEL / seconds / 1e9, 2) for name, seconds in best.items()}
     print(json.dumps({"elements_per_s_in_billions": said, "update_GB_per_s": round(update / 1e9, 1)}))
     print(json.dumps({name: round(seconds / NUMEL * update, 1) for name, seconds in best.items()}))
+
+
+def _on_device() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rate = device_memory_rate(device)
+    values = torch.randn(8 * NUMEL, device=device).to(torch.bfloat16)
+    usual = compress.KERNELS
+    for name, kernels in (("Triton", usual), ("torch", DeviceKernels("no_module_of_that_name"))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            print(json.dumps({"by": name, "usable": kernels.usable(device)}))
+        compress.KERNELS = kernels
+        for bits in (8, 4):
+            codec = compress.Codec(bits, shared_pool)
+            packed = torch.zeros(codec.packed_bytes(values.numel()), dtype=torch.uint8, device=device)
+            works: dict[str, Callable[[], None]] = {
+                "pack": lambda codec=codec, packed=packed: codec.pack(packed, values),  # type: ignore[misc]
+                "pack with noise": lambda codec=codec, packed=packed: codec.pack(packed, values, 1, 7),  # type: ignore[misc]
+                "unpack": lambda codec=codec, packed=packed: codec.unpack(values, packed),  # type: ignore[misc]
+            }
+            said = {each: round(best_s(work, device) * rate / values.numel(), 1) for each, work in works.items()}
+            print(json.dumps({"by": name, "bits": bits, "bytes_per_element": said}))
+    compress.KERNELS = usual
 
 
 def _spent_s(work: Callable[[], None]) -> float:

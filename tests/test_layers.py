@@ -26,7 +26,7 @@ LAYERS = [
     "planner",
     "parallel",
 ]
-TOP = ["api", "cli", "demo", "report", "integrations", "train", "__init__", "__main__"]
+TOP = ["api", "cli", "terminal", "demo", "report", "integrations", "train", "__init__", "__main__"]
 SAME = {"deepspeed": "plans"}
 """Files that share the layer of another: ``Plan.from_deepspeed`` and what it calls."""
 ROOT = Path(unwall.__file__).parent

@@ -27,9 +27,10 @@ from unwall.plans import Plan, PlanError
 from unwall.report.timeline import Profile
 from unwall.runtime.activations import arrange_activations
 from unwall.runtime.assemble import assemble
-from unwall.runtime.engine import Engine, forget_interrupted
+from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
 from unwall.runtime.init import Pager, building, paged_bytes
+from unwall.runtime.live import forget_interrupted
 from unwall.runtime.meta_buffers import fill_meta_buffers
 from unwall.runtime.move import move_states
 from unwall.runtime.newcomers import take_in, watch
@@ -219,6 +220,8 @@ def engine(model: nn.Module) -> Engine:
     found = engine_of(model)
     if found is not None:
         return found
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a sharded model (a torch.nn.Module), got {type(model).__name__}")
     inside = {id(held): held for held in (engine_of(module) for module in model.modules()) if held is not None}
     if not inside:
         raise RuntimeError(f"{type(model).__name__} is not sharded: call unwall.shard(model) first")

@@ -1,22 +1,17 @@
 """The ``unwall`` command."""
 
 import json
-import os
-import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from unwall._version import __version__
+from unwall.terminal import console, open_streams, progress, said_plainly
+from unwall.train.signals import ended_by, terminating
 from unwall.train.start import process_age_s, without_collector
-
-if TYPE_CHECKING:
-    from unwall.planner.probe import Progress
 
 _FIRST = ("train", "plan", "report", "export", "inspect", "probe", "demo")
 
@@ -45,6 +40,7 @@ def main(
     ] = False,
 ) -> None:
     """Train models far larger than the accelerator's memory."""
+    open_streams()
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -55,7 +51,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="The directory for the log and the report.")] = Path("unwall-demo"),
 ) -> None:
     """Train a byte-level language model on unwall's own source files, far beyond its budgets, with plain PyTorch beside it."""
-    with _said_plainly():
+    with said_plainly():
         with without_collector():
             from unwall.demo import run  # torch is only imported when something is trained
 
@@ -68,7 +64,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in the directory.")] = None,
 ) -> None:
     """Write one HTML page about a run: loss, speed, memory per tier, the time line of a step, the plan against it."""
-    with _said_plainly():
+    with said_plainly():
         from unwall.report.page import write_report
 
         typer.echo(str(write_report(run_dir, out)))
@@ -81,16 +77,16 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine: links, host memory, disk, matrix products. Takes a few seconds, once."""
-    with _said_plainly():
+    with said_plainly():
         from unwall.planner.probe import probe as measure
         from unwall.planner.report import hardware_table
 
-        with _progress() as told:
+        with progress() as told:
             found = measure(disk=disk, refresh=refresh, progress=told)
         if as_json:
             print(json.dumps(found.to_dict(), indent=2))
         else:
-            _console().print(hardware_table(found))
+            console().print(hardware_table(found))
 
 
 @app.command(context_settings={"ignore_unknown_options": False})
@@ -124,7 +120,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose stage, tiers and passes for a model on a machine, and predict bytes and speed."""
-    with _said_plainly():
+    with said_plainly():
         _plan(
             model, gpus=gpus, nodes=nodes, hardware=hardware, batch=batch, seq=seq, device_bytes=device_bytes,
             host_bytes=host_bytes, disk_bytes=disk_bytes, disk=disk, dtype=dtype, clip=clip, objective=objective, vocab=vocab,
@@ -137,6 +133,10 @@ def _plan(
     model: str, *, gpus: int | None, nodes: int, hardware: str | None, dtype: str | None, plot: Path | None, dry_run: bool,
     as_json: bool, verbose: bool, vocab: int, **options: Any,
 ) -> None:  # fmt: skip
+    if plot is not None and plot.suffix != ".svg":
+        raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
+    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
+        raise ValueError(f"--plot {plot}: {'is a directory' if plot.is_dir() else 'no such directory'}; give a file in one")
     with without_collector():
         from unwall.planner.choose import check_objective
         from unwall.planner.public import kept_of, machine_of
@@ -144,14 +144,10 @@ def _plan(
         from unwall.planner.read import read_dtype, read_model
         from unwall.planner.report import dry_run_table, short, tables, to_dict
 
-    if plot is not None and plot.suffix != ".svg":
-        raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
-    if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
-        raise ValueError(f"--plot {plot}: {'is a directory' if plot.is_dir() else 'no such directory'}; give a file in one")
     check_objective(options["objective"])  # before a large model is looked at
     kept_of(options["activations"], options["offload_activations"])
     outline = read_model(model, vocab)
-    with _progress() as told:
+    with progress() as told:
         machine, ranks = machine_of(hardware, None, options["disk"], told, read_dtype(dtype))
     if hardware is not None or gpus is not None or nodes != 1:
         machine = machine.with_nodes(nodes, gpus)
@@ -169,10 +165,10 @@ def _plan(
     if as_json:
         print(json.dumps(to_dict(found) | ({} if checked is None else {"dry_run": checked.to_dict()}), indent=2))
         return
-    console = _console()
-    console.print(tables(found) if verbose else short(found), soft_wrap=not verbose)
+    shown = console()
+    shown.print(tables(found) if verbose else short(found), soft_wrap=not verbose)
     if checked is not None:
-        console.print(dry_run_table(checked))
+        shown.print(dry_run_table(checked))
 
 
 class _TrainCommand(TyperCommand):
@@ -222,26 +218,35 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="The plan in detail.")] = False,
 ) -> None:
     """Fine-tune a causal language model, or train one from a config, on files. Goes on where it was stopped."""
-    given = dict(locals())
-    with _said_plainly():
-        from unwall.train.launch import check_launcher, launch, under_launcher
-        from unwall.train.options import Options
-
-        options = Options(**given | {"data": tuple(data), "eval_data": tuple(eval_data or ())})
-        check_launcher(nproc)
-        if nproc is not None and not under_launcher():
-            code = launch(nproc, sys.argv[1:])
-        else:
-            from unwall.train.ahead import read_ahead
-
-            read_ahead(options)
-            with without_collector():
-                from unwall.train.command import run
-
-            with _progress() as told:
-                code = run(options, told, process_age_s())
+    given = dict(locals()) | {"data": tuple(data), "eval_data": tuple(eval_data or ())}
+    with said_plainly():
+        try:
+            with terminating():
+                code = _train(nproc, given)
+        except KeyboardInterrupt as error:  # while torch is imported
+            code = ended_by(error)
     if code:
         raise typer.Exit(code=code)
+
+
+def _train(nproc: int | None, given: dict[str, Any]) -> int:
+    from unwall.train.ahead import begin_ahead
+    from unwall.train.launch import check_launcher, launch, under_launcher
+    from unwall.train.measuring import end_measuring
+    from unwall.train.options import Options
+
+    options = Options(**given)
+    check_launcher(nproc)
+    if nproc is not None and not under_launcher():
+        return launch(nproc, sys.argv[1:])
+    try:
+        begin_ahead(options)
+        with without_collector():
+            from unwall.train.command import run
+        with progress() as told:
+            return run(options, told, process_age_s())
+    finally:
+        end_measuring()
 
 
 @app.command()
@@ -254,7 +259,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="The largest file, such as 5GB.")] = "5GB",
 ) -> None:
     """Write a checkpoint's weights as a directory that transformers loads. Needs no accelerator and little memory."""
-    with _said_plainly():
+    with said_plainly():
         from unwall.checkpoint.offline import export_checkpoint
         from unwall.planner.read import read_dtype
 
@@ -269,14 +274,14 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what is in a checkpoint: step, tensors, bytes per file, the plan it was written with."""
-    with _said_plainly():
+    with said_plainly():
         from unwall.checkpoint.inspection import inspect_checkpoint, tables
 
         found = inspect_checkpoint(_of_run(checkpoint), verify)
         if as_json:
             print(json.dumps(found.to_dict(), indent=2))
         else:
-            _console().print(tables(found))
+            console().print(tables(found))
 
 
 def _of_run(path: Path) -> Path:
@@ -289,56 +294,6 @@ def _of_run(path: Path) -> Path:
     if any((run / "checkpoints").glob("adapters-*")):
         raise ValueError(f"{run}: a run with --lora, whose checkpoints hold adapters alone; {run} itself is what peft loads")
     return run / "checkpoints"
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
-
-@contextmanager
-def _said_plainly() -> Iterator[None]:
-    """An error that a user can mend becomes one line without a stack trace: exit code 2, or 1 where the
-    answer is no (nothing fits)."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:  # `unwall plan ... | head`: whoever read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(code=0) from None
-    except (ValueError, RuntimeError, OSError) as error:
-        said = str(error)
-        if isinstance(error, OSError) and said.startswith("[Errno") and error.filename:
-            said = f"{os.fsdecode(error.filename)}: {error.strerror}"
-        options = re.sub(r"\b(device|host|disk)_bytes='([^']*)'", r"--\1-bytes \2", said)
-        typer.echo(f"unwall: {options}", err=True)
-        refused = type(error).__name__ == "DoesNotFitError"
-        raise typer.Exit(code=1 if refused else 2) from None
-
-
-@contextmanager
-def _progress() -> "Iterator[Progress | None]":
-    """Says on standard error that the machine is measured: a bar on a terminal, a line elsewhere. Nothing where it is not."""
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    bar = Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    task = bar.add_task("measuring this machine, once", total=None)
-
-    def told(name: str, done: int, total: int) -> None:
-        if done == 0 and bar.disable:
-            typer.echo("measuring this machine, once: half a minute or less", err=True)
-        if done == 0:
-            bar.start()
-        bar.update(task, description=f"measuring this machine, once: {name}", completed=done, total=total)
-        if done == total:  # what comes next has lines of its own
-            bar.stop()
-
-    try:
-        yield told
-    finally:
-        bar.stop()
 
 
 if __name__ == "__main__":

@@ -125,6 +125,25 @@ def test_the_next_save_waits_for_the_one_before(tmp_path, gate):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
 
 
+def test_an_interrupted_wait_for_the_save_before_loses_nothing_of_it(tmp_path, gate, monkeypatch):
+    """Ctrl-C in a save that waits for the one before: that one goes on, and the next one waits for it again."""
+    model, _ = begin(Setup(blocks=2), TIERS["host"], tmp_path)
+    first = unwall.save(tmp_path, model, extra=1, block=False)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first._ended, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            unwall.save(tmp_path, model, extra=2)
+    threading.Timer(0.0, gate.open.set).start()
+    unwall.save(tmp_path, model, extra=3)
+    assert first.done()
+    assert unwall.load(first.wait(), model) == 1
+    assert unwall.load(tmp_path, model) == 3
+
+
 def test_a_load_waits_for_the_save_before_and_takes_it(tmp_path, gate):
     setup = Setup(blocks=2)
     model, optimizer = begin(setup, TIERS["host"], tmp_path)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import unwall
 from unwall.checkpoint import directory
 from unwall.checkpoint.directory import claim, complete, finish_removals, remove_old
+from unwall.checkpoint.lots import LotReader
 from unwall.checkpoint.manifest import MANIFEST
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "tiers"))
@@ -63,6 +65,17 @@ def test_the_newest_is_that_of_the_largest_number_whatever_the_clock_says(tmp_pa
     assert unwall.load(tmp_path, model) == 1
     unwall.save(tmp_path, model, extra=2, keep=2)
     assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000003"]
+
+
+def test_what_others_wrote_under_a_name_like_ours_stays(tmp_path, model):
+    """Trainers number their checkpoints, too: only what a save of ours has left is removed."""
+    theirs, left = tmp_path / "checkpoint-100000", tmp_path / "checkpoint-000005"
+    for folder, name in ((theirs, "trainer_state.json"), (left, "rank-00000.safetensors")):
+        folder.mkdir()
+        (folder / name).write_text("{}")
+    assert unwall.save(tmp_path, model, extra="ours", keep=1).name == "checkpoint-100001"
+    assert names(tmp_path) == ["checkpoint-100000", "checkpoint-100001"]
+    assert unwall.load(tmp_path, model) == "ours"
 
 
 def test_a_link_to_the_directory(tmp_path, model):
@@ -237,3 +250,65 @@ def test_the_directory_itself_goes_during_a_save(tmp_path, monkeypatch):
     step(model, optimizer, setup, 0)
     unwall.save(folder, model, optimizer, extra="again")
     assert unwall.load(folder, model, optimizer) == "again"
+
+
+def test_a_directory_of_the_same_name_that_came_meanwhile_gets_no_manifest(tmp_path, monkeypatch):
+    """Otherwise there would be a checkpoint that looks complete, and has no files."""
+    model, _ = begin(Setup(blocks=2), TIERS["host"], tmp_path)
+    folder = tmp_path / "saved"
+    read = LotReader.read
+
+    def removed_meanwhile(reader, lot):
+        monkeypatch.undo()
+        shutil.rmtree(folder)
+        (folder / "checkpoint-000001").mkdir(parents=True)
+        return read(reader, lot)
+
+    monkeypatch.setattr(LotReader, "read", removed_meanwhile)
+    with pytest.raises(FileNotFoundError, match=r"rank-00000\.safetensors") as caught:
+        unwall.save(folder, model)
+    assert "the file was removed while it was written" in str(caught.value)
+    assert complete(folder) == []
+    unwall.save(folder, model, extra="again")
+    assert unwall.load(folder, model) == "again"
+
+
+def test_a_path_that_is_no_directory(tmp_path, model):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    for name, what in {
+        "file": "this is no directory",
+        "file/in it": "no directory",
+        "link": "a link that leads nowhere",
+    }.items():
+        with pytest.raises((FileExistsError, NotADirectoryError), match=what):
+            unwall.save(tmp_path / name, model)
+
+
+def test_a_file_system_without_locks_and_without_directories_on_the_disk(tmp_path, model, monkeypatch):
+    """Some network file systems: saves go on, with a warning, and leave alone what may be another process's."""
+    fsync = os.fsync
+
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def of_files(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    (tmp_path / "checkpoint-000001").mkdir()
+    (tmp_path / "checkpoint-000001" / "writing").touch()
+    monkeypatch.setattr(directory.fcntl, "flock", no_locks)
+    monkeypatch.setattr(os, "fsync", of_files)
+    for extra in (1, 2):
+        with pytest.warns(RuntimeWarning, match=r"has no locks \(flock: Function not implemented\): let no two processes"):
+            unwall.save(tmp_path, model, extra=extra, keep=1)
+    assert unwall.load(tmp_path, model) == 2
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000003"]
+
+
+def test_a_directory_of_weights_is_no_checkpoint(tmp_path, model):
+    unwall.export_weights(model, tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"has no complete checkpoint in it \(it has weights: unwall\.load_weights"):
+        unwall.load(tmp_path, model)

@@ -190,9 +190,14 @@ def test_two_values_for_what_is_one_parameter_now(tmp_path):
 
 def test_values_that_another_dtype_of_the_same_size_cannot_hold(tmp_path):
     """1e30 of bf16 would be infinite in fp16."""
-    path = unwall.save(tmp_path, unwall.shard(Pair(True, torch.bfloat16)))
+    model, other = unwall.shard(Pair(True, torch.bfloat16)), unwall.shard(Pair(True, torch.float16))
     with pytest.raises(unwall.CheckpointError, match=r"scale is torch\.bfloat16 in it, .*not go into torch\.float16"):
-        unwall.load(path, unwall.shard(Pair(True, torch.float16)))
+        unwall.load(unwall.save(tmp_path, model), other)
+    model.scale.copy_(torch.tensor([1.5, float("nan")]))
+    unwall.load(unwall.save(tmp_path, model), other)
+    assert other.scale.dtype is torch.float16
+    assert torch.equal(other.scale[:1].float(), model.scale[:1].float())
+    assert other.scale[1].isnan()
 
 
 def test_nothing_is_unpickled(saved, monkeypatch):

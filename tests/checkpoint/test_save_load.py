@@ -209,6 +209,43 @@ def test_tied_parameters_are_stored_once(tmp_path):
     assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
 
 
+class Capped(torch.optim.SGD):
+    """With a limit among its options that limits nothing."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.defaults["cap"] = self.param_groups[0]["cap"] = float("inf")
+
+
+def test_an_option_may_be_infinite(tmp_path):
+    model = unwall.shard(nn.Linear(4, 4))
+    optimizer = unwall.wrap(Capped(model.parameters(), lr=0.1))
+    unwall.save(tmp_path, model, optimizer)
+    optimizer.param_groups[0]["cap"] = 1.0
+    unwall.load(tmp_path, model, optimizer)
+    assert optimizer.param_groups[0]["cap"] == float("inf")
+
+
+class Quantised(nn.Module):
+    """A frozen weight of one byte per element beside a trained one."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(4, 8).to(torch.float8_e4m3fn), requires_grad=False)
+        self.trained = nn.Linear(8, 4)
+
+
+def test_frozen_parameters_of_one_byte_move_to_another_tier(tmp_path):
+    torch.manual_seed(0)
+    model = unwall.shard(Quantised(), Plan(params="host", optimizer="host"))
+    unwall.save(tmp_path, model, unwall.AdamW(model.trained.parameters()))
+    for fields in ({"params": "disk", "optimizer": "disk", "disk": tmp_path}, {}):
+        other = unwall.shard(Quantised(), Plan(**fields))
+        unwall.load(tmp_path, other, unwall.AdamW(other.trained.parameters()))
+        for name, value in model.state_dict().items():
+            assert torch.equal(other.state_dict()[name].float(), value.float())
+
+
 def test_the_files_are_readable_by_safetensors(tmp_path):
     from safetensors.torch import load_file
 
@@ -229,6 +266,14 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
         unwall.save(tmp_path, model[0])
     with pytest.raises(TypeError, match=r"extra\.loader is a object"):
         unwall.save(tmp_path, model, extra={"loader": object()})
+    with pytest.raises(TypeError, match=r"extra\.graph is a sparse_coo tensor"):
+        unwall.save(tmp_path, model, extra={"graph": torch.ones(3).to_sparse()})
+    loop = {}
+    loop["again"] = [loop]
+    with pytest.raises(TypeError, match=r"extra\.again\[0\]\.again.* is nested more than 100 deep"):
+        unwall.save(tmp_path, model, extra=loop)
+    with pytest.raises(TypeError, match=r"extra\.long is a longdouble"):
+        unwall.save(tmp_path, model, extra={"long": np.longdouble(1)})
     with pytest.raises(TypeError, match="not an optimizer of a sharded model"):
         unwall.save(tmp_path, model, torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1))
     with unwall.full_params(model), pytest.raises(RuntimeError, match="inside unwall"):

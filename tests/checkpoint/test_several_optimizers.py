@@ -1,8 +1,12 @@
 """Several optimizers of one model in a checkpoint: each finds its own states again."""
 
+import re
+
+import checkpoint_tools
 import pytest
 import torch
-from checkpoint_tools import differing
+from checkpoint_tools import TIERS, Setup, begin, differing, everything
+from ranks import rank_and_world
 from torch import nn
 
 import unwall
@@ -111,3 +115,39 @@ def test_one_optimizer_is_written_as_it_always_was(tmp_path):
         assert f'"version":{version},' in (path / MANIFEST).read_text()
         assert ('"optimizers":' in (path / MANIFEST).read_text()) == (version == 2)
     unwall.load(tmp_path / "checkpoint-000001", model, both[:1])
+
+
+def alike(path, how):
+    """What each rank is told: rank 1 does not do as rank 0 does."""
+    setup = Setup(blocks=2)
+    model, optimizer = begin(setup, TIERS["host"], path)
+    checkpoint_tools.step(model, optimizer, setup, 0)
+    unwall.save(path / "saved", model, optimizer)
+    other = rank_and_world()[0] == 1
+    if how == "options" and other:
+        optimizer.param_groups[0]["lr"] *= 2
+    before = everything(model, optimizer)
+    try:
+        if how == "load":
+            unwall.load(path / "saved", model, None if other else optimizer)
+        else:
+            unwall.save(path / "saved", model, None if how == "save" and other else optimizer)
+    except unwall.CheckpointError as error:
+        assert differing(before, everything(model, optimizer)) == []
+        return str(error), len(list((path / "saved").glob("checkpoint-*")))
+    return "nothing", 0
+
+
+ALIKE = {
+    "options": r"rank 1 has the optimizer AdamW with .*, rank 0 AdamW with .*: all ranks need the same number of param groups",
+    "save": "rank 1 has the optimizer none, rank 0 AdamW with",
+    "load": "optimizers given to load: on rank 1 none, on rank 0 one. Give all ranks the same",
+}
+
+
+@pytest.mark.parametrize("how", list(ALIKE))
+def test_all_ranks_give_the_same_optimizers(ranks, tmp_path, how):
+    """Otherwise some ranks would go on with the moments, or the learning rate, of others."""
+    for told, left in ranks(2).run(alike, tmp_path, how):
+        assert re.search(ALIKE[how], told)
+        assert left == 1

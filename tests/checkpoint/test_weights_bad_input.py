@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import unwall
+from unwall.checkpoint.offline import export_checkpoint
 from unwall.checkpoint.weight_files import WeightFiles
 
 
@@ -237,3 +238,17 @@ def test_weights_are_not_loaded_into_what_is_lent(model, tmp_path):
         unwall.load_weights(model, tmp_path)
     with pytest.raises(RuntimeError, match="not sharded"):
         unwall.export_weights(net(), tmp_path)
+
+
+def test_a_name_that_files_keep_for_themselves(tmp_path):
+    """The files would hold it as something else: it would be missing, and nobody would know."""
+    model = nn.Linear(4, 4)
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(3)))
+    unwall.shard(model)
+    with pytest.raises(ValueError, match="a tensor of the model is called __metadata__"):
+        unwall.export_weights(model, tmp_path / "out")
+    unwall.save(tmp_path / "saved", model)
+    unwall.load(tmp_path / "saved", model)
+    with pytest.raises(ValueError, match="a tensor of the model is called __metadata__"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

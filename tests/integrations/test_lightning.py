@@ -114,6 +114,37 @@ def same(found, expected, **close):
         torch.testing.assert_close(ours, theirs, **(close or {"rtol": 1e-4, "atol": 1e-6}))
 
 
+class ByHand(Net):
+    """Steps by hand, as Lightning's manual optimisation has it."""
+
+    def __init__(self, clip):
+        super().__init__()
+        self.automatic_optimization, self.clip = False, clip
+
+    def training_step(self, batch, _):
+        optimizer = self.optimizers()
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if self.clip == "lightning":
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        elif hasattr(optimizer, "clip_grad_norm_"):
+            optimizer.clip_grad_norm_(0.05)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+        self.losses.append(float(loss))
+
+
+@pytest.mark.parametrize("clip", ["lightning", "unwall"])
+def test_manual_optimisation_clips(tmp_path, clip):
+    given = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+    ours, plain = (
+        fit(tmp_path / str(number), strategy, ByHand(clip), **given)[1][0] for number, strategy in enumerate(({}, "ddp"))
+    )
+    assert ours == pytest.approx(plain, rel=1e-4)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_trains_as_the_plain_strategy(ranks, tmp_path, world):
     by_value = {"kind": "sgd", "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}

@@ -207,6 +207,31 @@ def test_tunes_as_sft_trainer(ranks, tmp_path, world, adapters):
     assert set(files) - {"README.md", "chat_template.jinja"} <= set(our_files)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_prefers_as_dpo_trainer(tmp_path, adapters):
+    """The model that it is compared with is a second one, or the base without its adapters."""
+    trl = pytest.importorskip("trl")
+    import datasets
+
+    class Sharded(TrainerMixin, trl.DPOTrainer):
+        pass
+
+    texts = [" ".join(f"w{n}" for n in row["input_ids"][:5].tolist()) for row in ROWS]
+    answers = [f" {text}" for text in texts]
+    rows = datasets.Dataset.from_dict({"prompt": texts, "chosen": answers[::-1], "rejected": answers[5:] + answers[:5]})
+    found = []
+    for kind in (trl.DPOTrainer, Sharded):
+        with launched():
+            args = trl.DPOConfig(output_dir=str(tmp_path / kind.__name__), max_length=16, bf16=False, **USUAL)
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+            more = {"peft_config": lora} if adapters else {"ref_model": llama()}
+            trainer = kind(llama(), args=args, train_dataset=rows, processing_class=words(), **more)
+            trainer.train()
+            found.append(history(trainer))
+    same(found[1], found[0])
+    assert len({step[0] for step in found[0]}) > 2, "nothing was learned: both models give the same all along"
+
+
 def test_a_sharded_model_is_taken_as_it_is(tmp_path):
     def sharded():
         return unwall.shard(llama(), unwall.Plan(compute_dtype=torch.float32, optimizer="host"))

@@ -2,13 +2,14 @@
 # ruff: noqa: PT012 (where it is raised is what is tested)
 
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
 from unwall.native import interrupts
-from unwall.native.ticket import Signal
+from unwall.native.ticket import NativeTicket, Signal
 
 
 class Alarm(Exception):
@@ -187,3 +188,31 @@ def test_an_interrupt_in_a_finaliser_comes_a_moment_later():
     with pytest.raises(KeyboardInterrupt):
         Thing()
         threading.Event().wait(30)
+
+
+class Seen(NativeTicket):
+    """Its finaliser is that of every ticket."""
+
+    def __init__(self, freed):
+        super().__init__(0)
+        self._freed = freed
+
+    def _finalize(self):
+        self._freed.append(self._handle)
+
+
+@pytest.mark.parametrize("place", [NativeTicket.__del__, type(interrupts.finalizing).__enter__])
+def test_an_interrupt_where_a_finaliser_begins_comes_a_moment_later(place):
+    """There Python looks for a signal that came in C code before. What was to be freed is freed."""
+    freed = []
+
+    def look(frame, event, arg):
+        if event == "call" and frame.f_code is place.__code__:
+            sys.setprofile(None)
+            interrupt()
+
+    with pytest.raises(KeyboardInterrupt):
+        sys.setprofile(look)
+        Seen(freed)
+        threading.Event().wait(30)
+    assert freed == [0]

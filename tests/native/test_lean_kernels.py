@@ -89,6 +89,40 @@ def test_every_way_gives_the_same_bits(pool, n, dtype):
     assert all(bool(values.isfinite().all()) for values in read_moments(moments))
 
 
+@pytest.mark.parametrize("dtype", list(DType))
+def test_blocks_of_every_kind_beside_each_other_have_the_same_bits(pool, dtype):
+    """Those of a dense layer are done by code of their own, and so are those with roots that are denormal in the format."""
+    n, chosen = BLOCK * 40, isa()
+    first = begin(n, pool)
+    generator = torch.Generator().manual_seed(3)
+    grads = [torch.randn(n, generator=generator) * 0.01 for _ in range(3)]
+    for grad in grads:
+        blocks = grad.view(-1, BLOCK)
+        blocks[5:8] = 0  # rows that are never seen
+        blocks[12:20:2, ::3] *= 1e-6
+        blocks[20:22, 7] = 0
+    grads[1][BLOCK * 25 + 9] = float("nan")
+    results = {}
+    try:
+        for way in ("baseline", "avx2", "avx512", "torch"):
+            if way != "torch":
+                try:
+                    select_isa(way)
+                except ValueError:
+                    continue
+            states = tuple(tensor.clone() for tensor in first)
+            for number, grad in enumerate(grads, 1):
+                step, given = AdamWStep(lr=1e-2, weight_decay=0.1, grad_scale=0.7, step=number), grad.to(TORCH[dtype])
+                if way == "torch":
+                    lean_update(*states, given, step)
+                else:
+                    native(pool, states, given, step)
+            results[way] = states
+    finally:
+        select_isa(chosen)
+    assert [way for way, states in results.items() if not equal(states, results["baseline"])] == []
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 def test_no_gradient_that_is_finite_spoils_a_parameter(pool, eps):
     sizes = [0.0, 1e-38, 1e-30, 1e-20, 1e-9, 1.0, 1e9, 1e15, 1e18, 2e19, 3e38]

@@ -45,3 +45,43 @@ def test_an_update_begins_while_the_one_before_it_is_written_and_a_fetch_waits_f
     got = trained({"params": "host", "optimizer": "disk", "disk": tmp_path}, between)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
     assert torch.equal(*seen)
+
+
+def note_reads(disk, asked):
+    """Remembers what is read from now on."""
+    inner = disk.read
+
+    def read(block, *args, **kwargs):
+        asked.append(block.label)
+        return inner(block, *args, **kwargs)
+
+    disk.read = read
+
+
+def test_an_update_ahead_of_its_step_begins_while_the_one_before_it_is_written(tmp_path):
+    """Nothing of the first one can be written, and yet the next ones read their states."""
+
+    def trained_ahead(plan):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(10)])  # five groups of two chunks
+        unwall.shard(model, Plan(**plan))
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+        disk, asked = unwall.api.engine(model).tiers.disk, []
+        for number in range(4):
+            if number == 3 and disk is not None:
+                unwall.stats(model)
+                disk.engine.throttle("write", 1.0)
+                note_reads(disk, asked)
+            model(torch.full((4, 64), 0.5)).float().square().mean().backward()
+            if number == 3 and disk is not None:
+                wait_until(lambda: len({label.split()[-1] for label in asked}) >= 2)
+                assert optimizer.ahead.ready == 0
+                disk.engine.throttle("write", 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return outcome(model, optimizer), unwall.stats(model).speculated
+
+    expected, _ = trained_ahead(DEVICE)
+    got, speculated = trained_ahead({"params": "host", "optimizer": "disk", "disk": tmp_path})
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+    assert speculated.committed >= 3

@@ -175,8 +175,10 @@ def test_a_shadow_that_was_taken_is_not_given_back_before_its_user_is_settled():
     shadow = shadows.of_group(engine, group, stores)
     with_it = ledger.live_bytes
     assert with_it > before
-    for wait in (False, True):  # between taking and lending it
-        shadows.reclaim(wait)
+    for wait in (False, True):  # by another thread, between taking and lending it
+        other = threading.Thread(target=shadows.reclaim, args=(wait,))
+        other.start()
+        other.join()
         assert ledger.live_bytes == with_it
     shadow.lend(user)
     shadows.reclaim(wait=False)

@@ -1,10 +1,13 @@
 """Gradients that travel between the replicas of a mesh as small integers."""
 
 import itertools
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
+from counted_card import CountedCard
 from offload import DEVICE, DISK, HOST, differing
 from parallel_tools import batch, build, loss_of, mesh_of
 
@@ -140,3 +143,43 @@ def test_many_replicas_average_in_parts_and_feedback_loses_nothing(ranks):
         assert nbytes == pytest.approx(3 / 4 * (0.516 + 2), rel=0.01)
         assert float((found[0] - exact).norm() / exact.norm()) > 0.1
         assert float((found.mean(0) - exact).norm() / exact.norm()) < 0.06  # an eighth of what one rounding leaves
+
+
+def let_go_between(device, card):
+    """What an average takes is counted by itself: gloo's thread lets go of what the one before has gathered in its own time."""
+    noting = device.noting
+
+    @contextmanager
+    def alone(nbytes, label):
+        end = time.monotonic() + 30
+        while card.others_bytes and time.monotonic() < end:
+            time.sleep(1e-3)
+        with noting(nbytes, label):
+            yield
+
+    device.noting = alone
+
+
+def taken(fields, folder):
+    """What averages took on the device at most, beyond what is there: by the ledger, and counted."""
+    model = build()
+    plan = Plan(**{**HOST, **fields, "compute_dtype": BF16, "disk": folder})
+    unwall.shard(model, plan, mesh_of(dp_replicate=dist.get_world_size(), dp_shard=1))
+    engine = unwall.api.engine(model)
+    tokens, target = batch(0, dist.get_rank())
+    loss_of(model(tokens), target).backward()
+    engine.executor.drop_cache()
+    ledger, card = engine.device.ledger, CountedCard()
+    let_go_between(engine.device, card)
+    before = ledger.live_bytes
+    ledger.reset_peak()
+    with card:
+        engine.replicas.average(engine)
+    return ledger.peak_bytes - before, card.most_bytes, ledger.live_bytes - before
+
+
+@pytest.mark.parametrize(("fields", "size"), [({}, 2), (FEEDBACK, 2), (INT8, 4)], ids=str)
+def test_what_an_average_takes_is_on_the_ledger(ranks, tmp_path, fields, size):
+    for noted, counted, left in ranks(size).run(taken, fields, str(tmp_path)):
+        assert 0 < counted <= noted < 2 * counted
+        assert left == 0

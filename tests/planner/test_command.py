@@ -13,7 +13,7 @@ from test_probe import counted as counted  # a fixture
 from typer.testing import CliRunner
 
 import unwall
-from unwall import cli
+from unwall import cli, terminal
 from unwall.cli import app
 from unwall.planner import measure
 
@@ -285,10 +285,10 @@ def test_activations_are_what_one_asks_for():
 
 
 def test_measuring_is_announced_where_it_happens(capfd):
-    with cli._progress():
+    with terminal.progress():
         pass
     assert capfd.readouterr().err == ""
-    with cli._progress() as told:
+    with terminal.progress() as told:
         told("links", 0, 1)
         told("done", 1, 1)
     said = capfd.readouterr()

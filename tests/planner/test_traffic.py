@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 from offload import DEVICE, HOST, Setup, build, start, step
-from planner_tools import MACHINE, job
+from planner_tools import MACHINE, decoder, job
 
 import unwall
+from unwall.planner.choose import choose
 from unwall.planner.job import Workload, make_job
 from unwall.planner.outline import outline_of
 from unwall.planner.pace import NEAR, pace_of
@@ -109,3 +110,14 @@ def test_the_hop_inside_the_node_takes_its_time():
     assert late.busy_s[NEAR] == pytest.approx(late.work.near_bytes / 1e6)
     assert late.bound.limit == "collectives in a node"
     assert late.step_s > quick.step_s + 0.5 * late.busy_s[NEAR]
+
+
+def test_the_planner_proposes_a_second_copy_where_it_pays():
+    """Parameters that do not stay from forward to backward, behind a slow network. Over a fast one nothing is said."""
+    found = {}
+    for rate in (1e8, 1e10):
+        machine = dataclasses.replace(CLUSTER, network_bytes_per_s=rate)
+        found[rate] = choose(decoder(), machine, ranks=4, batch=4, seq=128, device_bytes=600_000)
+    assert found[1e8].replica is None
+    assert "with replica='node', node_ranks=2 a step would take" in found[1e8].advice[-1]
+    assert not any("replica" in line for line in found[1e10].advice)

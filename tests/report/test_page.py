@@ -22,7 +22,7 @@ def line(step, **more):
     return {
         "kind": "step", "step": step, "loss": 2 + math.exp(-step), "lr": 1e-4, "grad_norm": 1.5, "tokens": 1024,
         "seconds": 0.5, "tokens_per_second": 2048.0, "bound_fraction": 0.8, "live_bytes": bytes_held,
-        "peak_bytes": bytes_held, "stall_seconds": {"host>device": 0.01},
+        "peak_bytes": bytes_held, "stall_seconds": {"host>device": 0.01}, "allocated_bytes": 3 * 2**30,
     } | more  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def run(tmp_path):
     lines += [line(step) for step in range(1, 41)] + [{"kind": "eval", "step": 40, "loss": 2.1}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines))
     prediction = {"step_s": 0.4, "bound_s": 0.3, "bound_by": "disk", "tokens_per_s": 2500, "peak_bytes": {"device": 2**30}}
+    prediction["terms_bytes"] = {"device": {"parameters": 2**30, "activations": 2**30}}
     said = {"version": 1, "status": "finished", "steps": 40, "answer": "fits <b>", "plan": {"device_bytes": 2**31}}
     said |= {"prediction": prediction, "model": {"name": "tiny & small"}, "options": {"lr": 1e-4}}
     (tmp_path / "run.json").write_text(json.dumps(said))
@@ -57,6 +58,8 @@ def test_one_page_holds_everything(run):
     assert "The first step was done 10.0 s after the command, on rank 0" in html
     assert "weights 5.5 s" in html
     assert "<td>1.25</td>" in html, "the step took 1.25 times what was predicted"
+    assert "<td>2.0 GiB</td><td>3.0 GiB</td><td>1.50</td>" in html, "what torch held on the device, with activations"
+    assert "with activations" in html.partition("Waiting for each link")[0], "and over time"
 
 
 def test_what_is_missing_or_broken_is_named(run):

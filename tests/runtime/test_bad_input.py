@@ -1,7 +1,9 @@
 """What cannot work is refused with an error that says what to do."""
 
 import copy
+import io
 import pickle
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -105,7 +107,7 @@ def test_a_plain_torch_optimizer_over_a_sharded_model_does_not_pass_in_silence(s
         optimizer.step()
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("make", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())], ids=["pickle", "save"])
 def test_copies_of_a_sharded_model(sharded, make):
     with pytest.raises((*REFUSED, TypeError, pickle.PicklingError), match="state_dict"):
         make(sharded)
@@ -147,3 +149,23 @@ def test_an_in_place_write_outside_full_params_says_so():
     except RuntimeError:
         return
     assert torch.equal(model.state_dict()["embed.weight"], before + 1.0)
+
+
+@pytest.mark.parametrize("use", [unwall.stats, unwall.profile, unwall.no_sync, partial(unwall.export_weights, path="w")])
+@pytest.mark.parametrize("thing", [None, "model", [1]])
+def test_something_else_in_the_place_of_a_model(use, thing):
+    with pytest.raises(TypeError, match=rf"expected a.* model .*got {type(thing).__name__}"):
+        ExitStack().enter_context(use(thing))
+
+
+@pytest.mark.parametrize("given", [[None], {"a": 1}, b"y", [()], [[1.0]]])
+def test_something_else_in_the_place_of_parameters(given):
+    with pytest.raises(TypeError, match="an optimizer takes the parameters of a sharded model, got "):
+        unwall.AdamW(given)
+
+
+@pytest.mark.parametrize("given", [None, [], {}, {"params": 1}, {"lr": 1.0}])
+def test_something_else_in_the_place_of_a_param_group(sharded, given):
+    optimizer = unwall.AdamW(sharded.parameters())
+    with pytest.raises(TypeError, match="a param group is a dict with the parameters under 'params', got "):
+        optimizer.add_param_group(given)

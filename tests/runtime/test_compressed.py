@@ -14,6 +14,7 @@ from reference import seeded
 from torch import nn
 
 import unwall
+from unwall.planner import measure
 from unwall.plans import Plan, PlanError
 from unwall.shards.control import PeerError
 
@@ -354,6 +355,20 @@ def route(fields):
 def test_ranks_may_use_modules_in_other_orders(ranks):
     for first, last in ranks(2).run(route, INT4):
         assert last < first / 3
+
+
+def probed():
+    """Rank 0 has patience for many rounds, the others for one."""
+    patience, size = measure.LIMIT_S, measure.COPY_BYTES
+    measure.LIMIT_S, measure.COPY_BYTES = 0.0 if rank_and_world()[0] else 60.0, 1 << 16
+    try:
+        return measure.collective_rate(torch.device("cpu"))
+    finally:
+        measure.LIMIT_S, measure.COPY_BYTES = patience, size
+
+
+def test_links_are_probed_in_as_many_rounds_on_every_rank(ranks):
+    assert all(rate > 0 for rate in ranks(2).run(probed))
 
 
 def tight(fields, folder):

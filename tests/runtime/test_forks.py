@@ -4,7 +4,10 @@ import atexit
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,11 +108,16 @@ def test_forked_workers_of_a_loader(place, tmp_path):
     assert losses == [iterate(calm, calm_optimizer, batch) for _ in range(2) for batch in DataLoader(rows, batch_size=4)]
 
 
-@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("drops", ["drops", "keeps"])
 def test_a_child_that_exits_leaves_the_files(drops, tmp_path):
-    held = list(start("disk", tmp_path))
+    """In a process of its own: exit handlers of what other tests have imported are not made for a forked child."""
+    subprocess.run([sys.executable, __file__, drops, tmp_path], check=True, timeout=400)
+
+
+def exits(drops, folder):
+    held = list(start("disk", folder))
     iterate(*held, torch.ones(2, WIDTH))
-    files = sorted(tmp_path.iterdir())
+    files = sorted(folder.iterdir())
 
     def leave():
         if drops:
@@ -120,5 +128,29 @@ def test_a_child_that_exits_leaves_the_files(drops, tmp_path):
         return 0
 
     assert in_child(leave) == 0
-    assert sorted(tmp_path.iterdir()) == files != []
+    assert sorted(folder.iterdir()) == files != []
     iterate(*held, torch.ones(2, WIDTH))
+
+
+def a_child_of_a_rank_exits(folder):
+    held = list(start("disk", folder))
+    iterate(*held, torch.ones(2, WIDTH))
+
+    def leave():
+        atexit._run_exitfuncs()
+        threading._shutdown()
+        return 0
+
+    status = in_child(leave)
+    return status, iterate(*held, torch.ones(2, WIDTH))
+
+
+def test_a_child_of_a_rank_that_exits_leaves_its_process_groups(ranks, tmp_path):
+    """It has none of their threads: to give them up there was a segmentation fault."""
+    (one, loss), (other, same) = ranks(2).run(a_child_of_a_rank_exits, str(tmp_path))
+    assert (one, other) == (0, 0)
+    assert loss == same
+
+
+if __name__ == "__main__":
+    exits(sys.argv[1] == "drops", Path(sys.argv[2]))

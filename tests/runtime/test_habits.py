@@ -193,9 +193,9 @@ def test_a_frozen_fp8_parameter_over_ranks(ranks):
         assert seen == [0, 1, 2, 3]
 
 
-def with_optimizer(tier, folder):
+def with_optimizer(tier, folder, compute=torch.float32):
     model = seeded(chain)
-    unwall.shard(model, Plan(compute_dtype=torch.float32, disk=folder, **TIERS[tier]))
+    unwall.shard(model, Plan(compute_dtype=compute, disk=folder, **TIERS[tier]))
     return model, unwall.AdamW(model.parameters(), lr=0.01)
 
 
@@ -247,3 +247,40 @@ def test_what_cannot_be_done_says_what_to_write(tmp_path):
         nn.Parameter(model[0].weight)
     with pytest.raises(RuntimeError, match=r"before unwall\.shard"):
         nn.utils.parametrizations.weight_norm(model[0])
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_functional_calls_with_fp32_values_compute_as_the_model_does(tmp_path, tier):
+    model, _ = with_optimizer(tier, tmp_path, compute=torch.bfloat16)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    values = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
+    result = torch.func.functional_call(model, values, (x,))
+    assert torch.equal(result, model(x))
+    assert {value.dtype for value in values.values()} == {torch.float32}
+    result.float().sum().backward()
+    model(x).float().sum().backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(values[name].grad, param.grad.float(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("field", ["keep_fp32", "ignore"])
+def test_parametrizations_that_stay_in_fp32(field, after, bias):
+    """Their buffers are fp32: with a weight in bf16 torch would raise."""
+
+    def build():
+        return nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Linear(8, 8))
+
+    model, plain = seeded(build), seeded(build)
+    plan = Plan(**{field: lambda name, _: name.startswith("0.")})
+    for part in (model, plain):
+        if part is model and after:
+            unwall.shard(model, plan)
+        torch.manual_seed(1)
+        nn.utils.parametrizations.spectral_norm(part[0])
+        if part is model and not after:
+            unwall.shard(model, plan)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(x).float(), plain(x), rtol=0.03, atol=0.03)
+    model(x).float().sum().backward()

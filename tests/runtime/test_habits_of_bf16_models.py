@@ -27,6 +27,17 @@ def trained(habit, dtype, folder, tier=None):
     return habits.train(model, make(model.parameters(), lr=1e-2, eps=1e-3), habit)
 
 
+def trained_on_a_rank(name, tier, folder):
+    """The same in a rank process, with batches in bf16. Two ranks see the same ones, so their average is that of one."""
+    torch.set_num_threads(1)
+    habit, batch = getattr(habits, name), habits.batch
+    habits.batch = lambda seed: batch(seed).to(torch.bfloat16)
+    try:
+        return trained(habit, torch.bfloat16, folder, tier)
+    finally:
+        habits.batch = batch
+
+
 @pytest.fixture
 def in_dtype(monkeypatch):
     """Batches and other models of the habits have the dtype of the model, as plain PyTorch wants it."""
@@ -50,3 +61,12 @@ def test_a_habit_with_a_bf16_model(habit, in_dtype, tmp_path):
         assert away <= 2 * rounding + 2e-3, name
     assert habits.differing({habit.__name__: on_device}, {habit.__name__: on_host}, exact=True) == {}
     assert habits.differing({habit.__name__: on_device}, {habit.__name__: on_disk}, exact=True) == {}
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("tier", habits.TIERS)
+def test_habits_with_a_bf16_model_on_two_ranks(ranks, tier, tmp_path):
+    for habit in (*habits.AFTER_STEP, *habits.BEFORE_STEP):
+        alone = trained_on_a_rank(habit.__name__, "device", str(tmp_path))
+        both = ranks(2).run(trained_on_a_rank, habit.__name__, tier, str(tmp_path))
+        assert habits.differing({habit.__name__: alone}, {habit.__name__: both[0]}, exact=True) == {}

@@ -1,5 +1,7 @@
 """Fetching ahead in a model that goes back and forth between two groups: the next layers are on their way all the same."""
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -87,3 +89,52 @@ def test_the_next_layers_are_fetched_while_one_is_used():
     assert sorted(found)[len(found) // 4] >= 6  # as many uses as a layer has in forward
     assert len(absent) <= 2
     assert unwall.stats(model).trace_mismatches == mismatches
+
+
+def order_of_fetches():
+    """A step of a model whose layers come from the host over two ranks: in which order copies from the host begin, all-gathers
+    begin, and all-gathers are waited for. By group."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    plan = unwall.Plan(compute_dtype=torch.float32, params="host", optimizer="host", device_bytes="160KiB")
+    unwall.shard(model, plan)
+    optimizer = unwall.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    engine, events = unwall.api.engine(model), []
+    links, ranks = engine.tiers.links, engine.ranks
+    copy, all_gather = links.copy, ranks.all_gather
+    of = {group.buffer.tensor.untyped_storage()._cdata: group.index for group in engine.groups}
+
+    def copied(source, target, label, *args, **kwargs):
+        if target.block.tier == "device":
+            events.append(("copy", next(group.index for group in engine.groups if group.name == label)))
+        return copy(source, target, label, *args, **kwargs)
+
+    def gathered(whole, shard, *args):
+        index = of[whole.untyped_storage()._cdata]
+        events.append(("gather", index))
+        found = all_gather(whole, shard, *args)
+        wait = found.wait
+        found.wait = lambda: (events.append(("waited", index)), wait())[1]
+        return found
+
+    links.copy, ranks.all_gather = copied, gathered
+    model(torch.ones(2, 64))
+    return events
+
+
+def test_the_copy_of_the_next_group_begins_while_the_one_before_is_gathered(ranks):
+    """With several ranks, too: an all-gather is not waited for before the copy of the next group from the host has begun."""
+    for events in ranks(2).run(order_of_fetches):
+        fetched = [index for kind, index in events if kind == "gather"]
+        assert len(fetched) >= 5
+        for index, following in itertools.pairwise(fetched[1:]):  # the first is waited for: a step came before
+            begun, copied = events.index(("gather", index)), events.index(("copy", following))
+            assert begun < copied < events.index(("waited", index)), events

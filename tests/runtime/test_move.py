@@ -1,6 +1,7 @@
 """``unwall.move``: states change tiers between steps, and nothing else changes."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -178,3 +179,17 @@ def test_a_tier_that_fails_half_way_leaves_everything_where_it_was(tmp_path, mon
     assert unwall.stats(model).tiers["host"].live_bytes == 0
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     steps(model, optimizer, 1, 2)
+
+
+def test_garbage_that_holds_a_loss_is_nobody(tmp_path):
+    """As an error leaves it that was caught."""
+    model, plan, optimizer = sharded(tmp_path, **TIERS["host"])
+    steps(model, optimizer, 1, 0)
+    gc.disable()
+    try:
+        circle = [model(torch.ones(2, 64)).sum()]
+        circle.append(circle)
+        del circle
+        unwall.move(model, dataclasses.replace(plan, **TIERS["device"]))
+    finally:
+        gc.enable()

@@ -196,7 +196,7 @@ def test_resized_embeddings_are_taken_in():
 
 def with_lora(model):
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
     torch.manual_seed(1)
     with torch.no_grad():
         for param in model.parameters():

@@ -26,8 +26,9 @@ LOOSER = {
     "all on host, slow link and update": 1.25,
     "all on host, slow link back and update": 1.2,
 }
-"""Where 1.15 is not reached, or barely; the sum would be 2. Measured 1.22, 1.22, 1.19 and 1.13, the first two before a group's
-update began beside the last writes of the one before it. Host: the last gradients land when backward has ended, and forward
+"""Where 1.15 is not reached, or barely; the sum would be 2. Measured beside other work, at real-time priority, best of a few:
+1.19, 1.14, 1.14 and 1.11. Disk: gradients are written in turn with the states of updates ahead, so that nearly all writes
+fall into backward, and what forward reads comes on top. Host: the last gradients land when backward has ended, and forward
 begins with their groups."""
 LAYERS, WIDTH = 24, 192
 """Each layer is a group without padding."""

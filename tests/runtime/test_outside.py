@@ -299,6 +299,7 @@ def test_functional_calls_leave_the_model_alone():
     found = torch.func.functional_call(model, other, draw())
     torch.testing.assert_close(found, torch.func.functional_call(plain, other, draw()))
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
+    assert {type(param) for param in other.values()} == {nn.Parameter}  # and the parameters that were lent to it
 
 
 def test_what_torch_refuses_is_refused():

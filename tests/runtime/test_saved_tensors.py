@@ -145,8 +145,9 @@ class NestedReentrant(Reentrant):
 
 
 def sharded(model, placement, folder):
-    """On a device that holds some of the groups, so that they come and go (unless all of them live there)."""
-    fields = {"compute_dtype": torch.float32, "disk": folder, **PLACEMENTS[placement]}
+    """On a device that holds some of the groups, so that they come and go (unless all of them live there). Activations are kept:
+    what a block saves that "auto" computes again for want of room, hooks see at another time, and another number of times."""
+    fields = {"compute_dtype": torch.float32, "disk": folder, "activations": "keep", **PLACEMENTS[placement]}
     unwall.shard(model, Plan(device_bytes=2 * smallest(model, "device_bytes", **fields), **fields))
     return model, unwall.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
@@ -337,6 +338,8 @@ def test_sparse_tensors_are_saved_as_any_others(tmp_path):
 
 class Noting:
     """A layer that notes what it is given, both ways."""
+
+    active = True
 
     def __init__(self):
         self.packed, self.unpacked = [], []

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import unwall
-from unwall.runtime.engine import Speculated
+from unwall.runtime.counts import Speculated
 from unwall.runtime.stats import CollectiveStats, Stats, TierStats
 from unwall.tiers.meter import LinkStats
 

@@ -287,6 +287,39 @@ def test_a_thread_that_works_for_the_one_whose_turn_it_is():
     together(lambda: turn.begin("a forward", sys._getframe()))  # it is over
 
 
+def test_whoever_called_a_backward_that_failed_waits_for_its_thread_to_let_go():
+    """On an accelerator the caller hears of the exception while autograd's thread still has the graph task."""
+    turn, begun, hears, over = turns.Turn(2, lambda: 0), threading.Event(), threading.Event(), []
+    with turn.held("a forward"):
+        pass
+    context = contextvars.copy_context()
+
+    def work():
+        torch._C._stash_obj_in_tls("context", context)
+        turn.begin("backward", lambda: not over, backward=True)
+        begun.set()
+        hears.wait()
+        over.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+
+    def refuse():
+        with pytest.raises(RuntimeError, match="one thread uses a model"):
+            turn.begin("zero_grad")
+
+    together(refuse)
+    together(lambda: context.run(refuse))  # as asyncio.to_thread starts threads
+    with turns.Turn(2, lambda: 0).held("a step of another model"):
+        pass
+    assert not over
+    hears.set()
+    with turn.held("zero_grad"):
+        assert over
+    thread.join()
+
+
 @pytest.fixture
 def restless():
     """Threads take turns in the interpreter after each few instructions."""

@@ -1,16 +1,24 @@
 """Values that change where nobody looks at first: ``p.data = tensor``, ``state_dict()``, an optimizer that was wrapped."""
 
 import copy
+import io
+import pickle
+import signal
+import sys
+import threading
 
 import pytest
 import torch
 from reference import seeded
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.lr_scheduler import StepLR
 
 import unwall
+from unwall.native import interrupts
 from unwall.plans import Plan
-from unwall.runtime import outside
+from unwall.runtime import given_copies, lent
+from unwall.shards.flat import storage_uses
 
 TIERS = {"device": {}, "host": {"params": "host", "optimizer": "host"}, "disk": {"params": "disk", "optimizer": "disk"}}
 
@@ -105,6 +113,106 @@ def test_a_write_to_what_state_dict_gave_is_told(tier, tmp_path):
     model(inputs(0))
 
 
+def through_data(model):
+    model.state_dict()["2.bias"].data.fill_(1.0)
+
+
+def through_a_row(model):
+    state = model.state_dict()
+    state["2.bias"].data[1] = 1.0
+    return state
+
+
+def through_numpy(model):
+    model.state_dict()["2.bias"].numpy()[2] = 1.0
+
+
+@pytest.mark.parametrize("write", [through_data, through_a_row, through_numpy])
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_write_that_nothing_counts_is_told(tier, write, tmp_path):
+    model = sharded(tier, tmp_path)
+    kept = write(model)
+    with pytest.raises(RuntimeError, match=r"2\.bias was written in model\.state_dict\(\)"):
+        model(inputs(0))
+    kept = write(model)
+    with pytest.raises(RuntimeError, match=r"2\.bias was written in model\.state_dict\(\)"):
+        model.state_dict()  # or a script that converts a model would save what it was
+    del kept
+    model(inputs(0))
+    assert all(type(value) is torch.Tensor for value in model.state_dict().values())
+
+
+def test_tensors_of_a_state_dict_go_when_they_are_dropped():
+    """Also a write that is found only then counts, and what is only read never does."""
+    model = sharded("host", None)
+    state = model.state_dict()
+    storages = [StorageWeakRef(value.untyped_storage()) for value in state.values()]
+    model(inputs(0))
+    torch.save(state, io.BytesIO())
+    copied, pickled = copy.deepcopy(state), pickle.loads(pickle.dumps(state))
+    assert all(type(value) is torch.Tensor for value in (*copied.values(), *pickled.values()))
+    seeded(build).load_state_dict(state, assign=True)
+    before = storage_uses(state["0.weight"])
+    model(inputs(0))
+    state["0.weight"].data.zero_()
+    model(inputs(0))  # looked at before, and looked at again when it goes
+    assert before is None or storage_uses(state["0.weight"]) <= before
+    state.clear()
+    assert all(storage.expired() for storage in storages)
+    with pytest.raises(RuntimeError, match=r"0\.weight was written in model\.state_dict\(\)"):
+        model(inputs(0))
+    for _ in range(3):
+        torch.save(model.state_dict(), io.BytesIO())
+        assert all(bool(value.isfinite().all()) for value in model.state_dict().values())
+        model(inputs(0))
+
+
+def test_memory_that_is_freed_under_a_tensor_is_not_looked_at():
+    model = sharded("host", None)
+    state = model.state_dict()
+    for value in state.values():
+        value.untyped_storage().resize_(0)
+    model(inputs(0))
+    del value
+    state.clear()
+    model(inputs(0))
+
+
+def test_an_interrupt_while_a_state_dict_goes_is_raised(monkeypatch):
+    model = sharded("host", None)
+    state, summed = model.state_dict(), []
+
+    def interrupted(_):
+        if not summed:
+            signal.raise_signal(signal.SIGINT)
+        summed.append(0)
+        return 0
+
+    def drop():
+        del state["0.weight"]
+        threading.Event().wait(60.0)  # it comes a moment later, as a finaliser cannot raise
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupts.install()
+        monkeypatch.setattr(given_copies, "_sum", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drop()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(summed) == 1
+
+
+def test_a_state_dict_of_a_script_goes_quietly_with_the_interpreter(monkeypatch):
+    model, said = sharded("host", None), []
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    state = model.state_dict()
+    monkeypatch.setattr(given_copies, "os", None)  # as modules are emptied
+    state.clear()
+    assert said == []
+
+
 def test_keep_vars_gives_the_parameters():
     model = sharded("host", None)
     model(inputs(0)).square().mean().backward()
@@ -158,7 +266,7 @@ def test_data_from_a_file_is_not_read_again_at_every_edge(monkeypatch, tmp_path)
         param.data = loaded[name]
     model(inputs(0))
     summed = []
-    monkeypatch.setattr(outside, "_sums", lambda tensor: summed.append(tensor))
+    monkeypatch.setattr(lent, "_sums", lambda tensor: summed.append(tensor))
     with torch.no_grad():
         model(inputs(0))
         assert not summed
@@ -193,8 +301,8 @@ def test_a_wrapped_optimizer_takes_what_a_plain_one_saved(kind, tmp_path):
 
 def test_values_that_are_kept_are_not_all_looked_at_with_each_read(monkeypatch):
     model = unwall.shard(nn.ParameterList([torch.full((2,), float(at)) for at in range(200)]), Plan(params="host"))
-    looks, changed = [], outside.Lent.changed
-    monkeypatch.setattr(outside.Lent, "changed", property(lambda lent: looks.append(lent) or changed.fget(lent)))
+    looks, changed = [], lent.Lent.changed
+    monkeypatch.setattr(lent.Lent, "changed", property(lambda lent: looks.append(lent) or changed.fget(lent)))
     kept = [param.data for param in model]
     kept[3].add_(1.0)
     for param, value in zip(model, [torch.full((2,), float(-at)) for at in range(200)], strict=True):

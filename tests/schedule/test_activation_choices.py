@@ -5,7 +5,18 @@ import random
 
 import pytest
 
-from unwall.schedule.activations import CHOICES, Link, Measured, choose, extra_seconds, moved_bytes, peak_bytes, scaled
+from unwall.schedule.activations import (
+    CHOICES,
+    NO_LINK,
+    Link,
+    Measured,
+    choose,
+    extra_seconds,
+    moved_bytes,
+    peak_bytes,
+    scaled,
+)
+from unwall.schedule.observed import Observed
 
 
 def every_choice(blocks, budget_bytes, link):
@@ -87,3 +98,13 @@ def test_large_numbers_are_rounded_to_the_safe_side():
 
 def test_another_number_of_tokens():
     assert scaled([Measured(100, 10, 1.0)], 2.0) == [Measured(201, 21, 2.0)]
+
+
+def test_the_loss_comes_when_all_blocks_hold_what_they_hold():
+    """It needs 50 where a block's backward needs 10 besides the blocks: two of 40 kept, of 150."""
+    blocks = tuple(Measured(40, 5, 1.0) for _ in range(4))
+    found = Observed(1, blocks, 10, 150, NO_LINK, loss_bytes=50)
+    assert found.best(1.0, 150, NO_LINK).count("keep") == 2
+    assert found.needed_bytes(1.0, found.best(1.0, 150, NO_LINK)) == 2 * 40 + 2 * 5 + 50
+    assert found._replace(loss_bytes=10).best(1.0, 150, NO_LINK).count("keep") == 3
+    assert set(found.best(1.0, 10, NO_LINK)) == {"recompute"}

@@ -20,7 +20,7 @@ from unwall.plans import Plan
 from unwall.shards.control import Control, DivergedError
 
 FP32 = Plan(compute_dtype=torch.float32)
-LIMIT_S = 120.0
+LIMIT_S = 400
 """Far below the half an hour after which a rank gives up on another one."""
 
 

@@ -136,13 +136,46 @@ def test_models_of_one_optimizer_go_on_together(ranks, tmp_path):
     assert ranks(2).run(train_two, str(tmp_path)) == [[(1, "PeerError")], [(1, "Boom")]]
 
 
-def apart(folder, name):
-    """A model over a set of ranks of its own: they cannot go on afterwards, and the tests that follow are none of it."""
+def over_its_own_ranks():
     mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu", mesh_dim_names=("dp",))
     model = seeded(Net)
     unwall.shard(model, Plan(compute_dtype=torch.float32), mesh)
+    return model
+
+
+def apart(folder, name):
+    """A model over a set of ranks of its own: they cannot go on afterwards, and the tests that follow are none of it."""
+    model = over_its_own_ranks()
     optimizer = unwall.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0 if name == "clipped" else None)
     return model, optimizer, rank_and_world()[0], Path(folder) / name
+
+
+def train_two_sets(folder):
+    """One optimizer over two models with ranks of their own. Rank 1 fails after its second step; rank 0 goes on with the second
+    of them. What each is told."""
+    models, (rank, _), heard = [over_its_own_ranks() for _ in range(2)], rank_and_world(), Path(folder) / "two-sets"
+    optimizer = unwall.AdamW([param for model in models for param in model.parameters()], lr=1e-2)
+    hook = hook_of(optimizer, "post", rank, (1,), 1)
+    patience, standing.ALIKE_S = standing.ALIKE_S, 0.0
+    try:
+        for number in range(3):
+            hook.number = number if hook.number >= 0 else -1
+            for model in models if number < 2 else models[1:]:
+                forward(model, number).backward()
+            optimizer.step()
+    except (Boom, DivergedError) as error:
+        heard.touch() if rank == 0 else await_the_other(heard)
+        return type(error).__name__, str(error)
+    finally:
+        standing.ALIKE_S = patience
+
+
+def test_models_of_one_optimizer_over_several_sets_of_ranks(ranks, tmp_path):
+    """Whoever waits is told, in whichever of them."""
+    other, mine = ranks(2).run(train_two_sets, str(tmp_path))
+    assert mine == ("Boom", "told to")
+    assert other[0] == "PeerError"
+    assert "rank 1 failed: Boom: told to" in other[1]
 
 
 def fail_alone(folder, name):

@@ -1,7 +1,10 @@
 """The end of the interpreter in a process that has trained with other ranks: no abort, whatever is still there."""
 
+import contextlib
 import subprocess
 import sys
+
+import pytest
 
 LIMIT_S = 280
 SCRIPT = """
@@ -51,3 +54,45 @@ def test_nothing_here_keeps_a_group_at_the_end(tmp_path):
     for process in processes:
         output, _ = process.communicate(timeout=LIMIT_S)
         assert output.strip() == "None [None]"
+
+
+LEAVE = """
+import pathlib, threading, time
+
+heard = pathlib.Path(sys.argv[1], "heard")
+
+
+def stay():
+    while not heard.exists():
+        time.sleep(0.01)
+
+
+if dist.get_rank() == 1:
+    threading.Thread(target=stay).start()
+    sys.exit(0)
+try:
+    for _ in range(2):
+        model(torch.randn(2, 8)).square().mean().backward()
+        optimizer.step()
+except unwall.DivergedError as error:
+    print(error)
+finally:
+    heard.touch()
+"""
+
+
+@pytest.mark.drill
+def test_a_rank_that_leaves_its_script_while_its_process_stays(tmp_path):
+    """Without an exception of which anybody could be told, and with its connections open."""
+    code = SCRIPT.replace("abandoned = model(torch.randn(2, 8))\n", LEAVE)
+    with contextlib.ExitStack() as both:
+        ranks = [
+            both.enter_context(
+                subprocess.Popen([sys.executable, "-c", code, tmp_path, str(rank)], stdout=subprocess.PIPE, text=True)
+            )
+            for rank in range(2)
+        ]
+        both.callback(lambda: [process.kill() for process in ranks])
+        told, _ = ranks[0].communicate(timeout=LIMIT_S)
+        ranks[1].communicate(timeout=LIMIT_S)
+    assert "rank 1 has come to the end of its script (process " in told

@@ -6,7 +6,8 @@ import weakref
 import torch.distributed as dist
 
 from unwall.shards.lines import Line, Lines, cut_off, ends_of, is_silence, plain
-from unwall.shards.watch import Watch, _watches
+from unwall.shards.looking import _known
+from unwall.shards.watch import Watch
 
 
 def connected(address):
@@ -83,7 +84,7 @@ class AskedForMany(Asked):
 
 def test_where_many_ranks_run_is_asked_at_once():
     watch = Watch(store := AskedForMany(), 0, 100)
-    _watches.discard(watch)
+    _known.discard(watch)
     store.values |= {f"who/{rank}": f"node{rank}/boot/namespace 5 7" for rank in range(1, 99)}
     for last, expected in (("", 0), ("node99/boot/namespace 5 7", 99)):
         store.values |= {"who/99": last} if last else {}
@@ -97,7 +98,7 @@ def test_where_many_ranks_run_is_asked_at_once():
 def watched(store):
     """Looked at here, not by the thread."""
     watch = Watch(store, 0, 2)
-    _watches.discard(watch)
+    _known.discard(watch)
     assert watch.dead() == []
     return watch
 

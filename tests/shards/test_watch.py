@@ -1,5 +1,6 @@
 """The thread that looks after the other ranks outlives what fails there."""
 
+import datetime
 import os
 import threading
 import warnings
@@ -7,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from unwall.shards import watch as watching
-from unwall.shards.watch import Watch, _adding, _look_safely, _watches, state_of
+from unwall.shards import looking
+from unwall.shards.collectives import Collective
+from unwall.shards.control import Control, DivergedError
+from unwall.shards.looking import _adding, _known, look_safely
+from unwall.shards.processes import state_of
+from unwall.shards.watch import Watch
 
 
 class FailingStore:
@@ -38,18 +43,18 @@ def test_a_store_that_fails_has_nothing_to_say():
 def test_a_look_that_fails_is_told_once_and_the_thread_goes_on():
     watch, onlooker = Watch(None, 0, 2), Failing()
     with _adding:
-        _watches.discard(watch)  # looked at here, not by the thread
+        _known.discard(watch)  # looked at here, not by the thread
     looked = threading.Event()
     other = Watch(None, 0, 2)
     other.look = looked.set
-    watching._wake.set()
+    looking.wake.set()
     assert looked.wait(60)  # so the thread has looked at all that it knew of before
     watch.onlookers.add(onlooker)
     with pytest.warns(RuntimeWarning, match="ArithmeticError: told to"):
-        _look_safely(watch)
+        look_safely(watch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _look_safely(watch)
+        look_safely(watch)
 
 
 def test_a_process_that_has_begun_to_end_is_dead():
@@ -75,8 +80,65 @@ def test_what_the_device_is_stuck_in_is_given_up_at_once(monkeypatch):
     watch, stuck = Watch(None, 0, 2), Stuck()
     watch.stuck.add(stuck)
     with monkeypatch.context() as patch:
-        patch.setattr(watching, "LOOK_S", 600.0)
-        watching._wake.set()  # the thread waits for ten minutes from now on
+        patch.setattr(looking, "LOOK_S", 600.0)
+        looking.wake.set()  # the thread waits for ten minutes from now on
         watch.tell_end("the ranks cannot go on")
         assert given_up.wait(60)
-    watching._wake.set()
+    looking.wake.set()
+
+
+def test_who_waits_for_a_collective_raises_before_the_process_group_is_given_up(capfd):
+    """Once it is given up, torch's watchdog may end the process before anything is said."""
+    watch = Watch(None, 0, 2)
+    with _adding:
+        _known.discard(watch)  # nobody else looks, and gives up a second time
+    control = Control(None, watch, 0, 2, datetime.timedelta(seconds=600))
+    order = []
+
+    class Stuck:
+        def give_up(self):
+            raised.wait(60)  # in a process that torch ended nobody would come to raise
+            order.append("given up")
+
+    class Never:
+        def is_completed(self):
+            waits.set()
+            return False
+
+        def wait(self):
+            raise AssertionError("the device would wait for ever")
+
+    waits, raised, stuck = threading.Event(), threading.Event(), Stuck()
+    watch.stuck.add(stuck)
+
+    def wait():
+        with pytest.raises(DivergedError, match=r"waits at all-gather .* cannot go on: rank 1 has ended"):
+            Collective(Never(), label="all-gather", control=control).arrive()
+        order.append("raised")
+        raised.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waits.wait()
+    watch.end = "rank 1 has ended"
+    watch.look()
+    thread.join()
+    assert order == ["raised", "given up"]
+    assert "unwall: rank 0 gives its collectives up: rank 1 has ended" in capfd.readouterr().err
+
+
+def test_a_collective_that_ended_because_it_was_given_up_has_brought_nothing():
+    """torch calls work completed that was aborted, and waits for it no more: what it should have filled holds anything."""
+    watch = Watch(None, 0, 2)
+    control = Control(None, watch, 0, 2, datetime.timedelta(seconds=600))
+
+    class Aborted:
+        def is_completed(self):
+            watch.end = "rank 1 has ended"  # said before anything is given up
+            return True
+
+        def wait(self):
+            pass
+
+    with pytest.raises(DivergedError, match="cannot go on: rank 1 has ended"):
+        Collective(Aborted(), label="all-gather", control=control).arrive()

@@ -7,6 +7,10 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -78,7 +82,29 @@ def test_a_mask_function_of_ones_own():
         return torch.where(h % 2 == 0, q >= k, (q - k).abs() < 4)
 
     want = dense(*tensors, even_heads_look_back, False)
-    torch.testing.assert_close(sparse.attention(*tensors, even_heads_look_back, per_head=True), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse.attention(*tensors, even_heads_look_back), want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_function_that_differs_by_sample():
+    """Packed documents, cut otherwise in each sample."""
+    tensors = inputs(150)
+    document = torch.stack([torch.arange(150) // 40, torch.arange(150) // 70])
+
+    def same_document(b, h, q, k):
+        return (document[b, q] == document[b, k]) & (q >= k)
+
+    mask = create_mask(same_document, 2, 4, 150, 150, device="cpu")
+    want = functional.scaled_dot_product_attention(*tensors, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(sparse.attention(*tensors, same_document), want, rtol=1e-5, atol=1e-5)
+    document[:] = 0  # the same function says something else now
+    torch.testing.assert_close(
+        sparse.attention(*tensors, same_document), dense(*tensors, EVERYTHING, True), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_mask_function_that_gives_no_truths():
+    with pytest.raises(TypeError, match=r"gives a bool tensor.*got torch\.int64"):
+        sparse.attention(*inputs(20), lambda b, h, q, k: q - k)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +206,54 @@ def test_what_cannot_be_switched():
         sparse.use(torch.nn.Linear(2, 2), sparse.window(4))
     with pytest.raises(TypeError, match="a pattern is made by"):
         sparse.use(MODELS["llama"](), "window")
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
+
+
+def gemma2():
+    return Gemma2ForCausalLM(Gemma2Config(**TINY, num_key_value_heads=1, head_dim=16, attn_logit_softcapping=30.0))
+
+
+def test_models_that_would_stay_dense_are_refused():
+    """transformers only logs that their attention is not switched."""
+    model = bloom()
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="BloomForCausalLM, BloomModel would stay dense"):
+        sparse.use(model, sparse.window(4))
+    assert model.config._attn_implementation == before
+
+
+def test_what_a_layer_asks_for_beside_its_mask_is_not_left_out():
+    with pytest.raises(RuntimeError, match="softcap"):
+        sparse.use(gemma2(), sparse.window(4))(torch.arange(8)[None])
+
+
+def test_heads_that_differ_in_a_model():
+    """Heads of a function of ones own, and a layout by head whose heads are not all here (tensor parallelism)."""
+    torch.manual_seed(0)
+    model, ids = MODELS["llama"]().eval(), torch.arange(40)[None]
+    with torch.no_grad():
+        want = sparse.use(model, sparse.window(4))(ids).logits
+        found = sparse.use(model, lambda b, h, q, k: (q - k < 4) | (h == 1) & (q < 0))(ids).logits
+        other = sparse.use(model, lambda b, h, q, k: (q - k < 4) | (h == 1))(ids).logits
+        torch.testing.assert_close(found, want)
+        assert not torch.allclose(other, want)
+        model.config.num_attention_heads = 4
+        with pytest.raises(RuntimeError, match="2 heads here, and the pattern differs by head over 4"):
+            sparse.use(model, lambda b, h, q, k: (q - k < 4) | (h == 1))(ids)
+
+
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["dynamic", "static"])
+def test_generation_with_a_cache(cache):
+    torch.manual_seed(0)
+    pattern = sparse.fixed(block=4, num_local_blocks=3, attention="unidirectional")
+    model = sparse.use(MODELS["llama"]().eval(), pattern)
+    ids, padding = torch.arange(20).view(2, 10), torch.ones(2, 10, dtype=torch.long)
+    padding[0, :3] = 0
+    options = {"attention_mask": padding, "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options, **cache), model.generate(ids, **options, use_cache=False))
 
 
 def test_a_block_mask_is_that_of_torch(monkeypatch):

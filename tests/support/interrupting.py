@@ -7,7 +7,7 @@ import types
 
 from unwall.native import interrupts
 from unwall.optim.sharded import ShardedOptimizer
-from unwall.runtime.backward import Arrived
+from unwall.runtime.arrived import Arrived
 from unwall.runtime.hooks import Enter, Leave
 
 HOOKS = {method.__code__ for method in (Enter.__call__, Leave.__call__, Arrived.__call__)}

@@ -9,7 +9,7 @@ from train_tools import make_jsonl, make_model, make_tokenizer
 
 from unwall.train import counting
 from unwall.train.batches import Packer, my_lanes
-from unwall.train.counting import count_steps
+from unwall.train.counting import Counting
 from unwall.train.data import open_data
 from unwall.train.errors import TrainError
 from unwall.train.files import PIECE_BYTES, find_files, make_index
@@ -93,14 +93,54 @@ def test_only_answers_count(tokenizer, tmp_path):
 
 
 def test_a_broken_line_is_skipped_and_named_or_fatal(tokenizer, tmp_path):
-    lines = ['{"text": "good one"}', '{"text": broken', "", '{"other": 1}', "[1]", '{"text": "good two"}']
+    lines = [
+        '{"text": "good one"}',
+        '{"text": broken',
+        "",
+        '{"other": 1}',
+        "[1]",
+        '{"text": "good two"}',
+        '{"text": "\\ud800"}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
     data = opened(tokenizer, tmp_path, tmp_path / "a.jsonl")
-    assert [data.read(sample) is not None for sample in range(6)] == [True, False, False, False, False, True]
-    assert [said.partition(": ")[0].rpartition(":")[2] for said in data.broken.values()] == ["2", "4", "5"]
+    assert [data.read(sample) is not None for sample in range(7)] == [True, False, False, False, False, True, False]
+    assert [said.partition(": ")[0].rpartition(":")[2] for said in data.broken.values()] == ["2", "4", "5", "7"]
+    assert "half a character, '\\ud800' at 0" in data.broken[6]
     strict = opened(tokenizer, tmp_path, tmp_path / "a.jsonl", strict=True)
     with pytest.raises(TrainError, match=r"a\.jsonl:2: is not JSON.*--strict"):
         strict.read(1)
+
+
+def test_what_the_run_writes_is_no_data(tmp_path):
+    """``--data . --out run``: the same command, given again, finds the same files."""
+    first = make_jsonl(tmp_path / "a.jsonl", 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "log.jsonl").write_text("{}\n")
+    for given in (str(tmp_path), str(tmp_path / "**" / "*.jsonl")):
+        assert find_files((given,), out=str(tmp_path / "run")) == [first]
+    assert find_files((str(tmp_path / "*"),), out=str(tmp_path / "run")) == [first]
+
+
+def test_samples_are_looked_at_until_one_can_be_used(tokenizer, tmp_path):
+    """A file that begins with what cannot be used is no reason to refuse it all."""
+    (tmp_path / "a.jsonl").write_text("{\n" * 20 + '{"text": "good"}\n' * 20)
+    opened(tokenizer, tmp_path, tmp_path / "a.jsonl").look()
+    (tmp_path / "b.jsonl").write_text('{"text": ""}\n' * 20 + '{"text": "good"}\n')
+    opened(tokenizer, tmp_path, tmp_path / "b.jsonl").look()
+
+
+def test_a_sample_whose_answer_no_sequence_reaches_is_skipped_and_named(tokenizer, tmp_path):
+    """It would be a sequence without a loss: a run of such samples would learn nothing, and say so nowhere."""
+    long = {"prompt": "x" * 60, "completion": "never reached"}
+    just = {"prompt": "x" * 46, "completion": "one token is"}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (long, just)))
+    make_index(tmp_path / "a.jsonl", tmp_path / "index")
+    data = open_data([tmp_path / "a.jsonl"], tmp_path / "index", Encoder(tokenizer), False, length=47)
+    assert [data.read(sample) is not None for sample in range(2)] == [False, True]
+    assert data.broken == {
+        0: f"{tmp_path / 'a.jsonl'}:1: its answer begins behind 60 tokens, a sequence ends at 47: use a longer --seq"
+    }
 
 
 def sequences(data, order, ranks, steps, states=None, lanes=4, limit=None):
@@ -122,20 +162,38 @@ def test_the_number_of_ranks_and_a_stop_change_nothing(tokenizer, tmp_path):
     assert sequences(data, order, 4, 7, behind[4])[0] == alone[5:]
 
 
+def count_steps(data, order, folder, lanes, alone=False):
+    return Counting(data, folder / "index", join_world(), "key").steps(order, lanes, 48, data.size, alone)
+
+
 def test_counting_that_takes_long_says_so_once(tokenizer, tmp_path, monkeypatch, capsys):
     data = opened(tokenizer, tmp_path, make_jsonl(tmp_path / "a.jsonl", 6))
-    count = (data, data.order(3), tmp_path / "index", join_world(), 2, 48, data.size, "key")
     monkeypatch.setattr(counting, "QUIET_S", 0.0)
-    steps = count_steps(*count)
+    steps = count_steps(data, data.order(3), tmp_path, 2)
     assert capsys.readouterr().out.splitlines() == ["counting the tokens of 6 samples, once: it says how many steps there are"]
-    assert count_steps(*count) == steps
+    assert count_steps(data, data.order(3), tmp_path, 2) == steps
     assert capsys.readouterr().out == ""
+
+
+def test_a_tokenizer_that_panics_while_samples_are_counted(tokenizer, tmp_path, monkeypatch):
+    """What a tokenizer raises then is no Exception. Nothing is remembered of such a count."""
+
+    class Panic(BaseException):
+        pass
+
+    data = opened(tokenizer, tmp_path, make_jsonl(tmp_path / "a.jsonl", 6))
+    read = data.read
+    with monkeypatch.context() as broken:
+        broken.setattr(data, "read", lambda sample: read(sample) if sample < 3 else (_ for _ in ()).throw(Panic("no room")))
+        with pytest.raises(RuntimeError, match="Panic while samples were counted: no room"):
+            count_steps(data, data.order(3), tmp_path, 2)
+    assert count_steps(data, data.order(3), tmp_path, 2) > 0
 
 
 def test_every_token_of_an_epoch_is_predicted_once(tokenizer, tmp_path):
     data = opened(tokenizer, tmp_path, make_jsonl(tmp_path / "a.jsonl"))
-    order, ranks = data.order(3), join_world()
-    steps = count_steps(data, order, tmp_path / "index", ranks, 4, 48, data.size, "key")
+    order = data.order(3)
+    steps = count_steps(data, order, tmp_path, 4)
     seen, _ = sequences(data, order, 1, steps + 1, limit=data.size)
     assert any(any(label != IGNORED for label in labels) for _, labels, _ in seen[steps - 1])
     assert all(label == IGNORED for _, labels, _ in seen[steps] for label in labels)

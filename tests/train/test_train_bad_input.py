@@ -3,15 +3,16 @@
 import errno
 import json
 import shutil
+import signal
 from types import SimpleNamespace
 
 import pytest
-from train_tools import make_jsonl, make_model, make_plan, make_tokenizer, run_process, train_here
+from train_tools import make_jsonl, make_model, make_plan, make_tokenizer, run_process, small_machine, train_here
 from typer.testing import CliRunner
 
 from unwall.cli import app
 from unwall.shards.collectives import Ranks
-from unwall.train import launch, planning
+from unwall.train import command, launch, planning, signals
 from unwall.train.errors import TrainError
 from unwall.train.model import check_length
 
@@ -23,6 +24,12 @@ def place(tmp_path_factory):
     make_jsonl(root / "data.jsonl", rows=12)
     make_plan(root / "plan.toml", "device")
     return root
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """The first command on a machine says that it measures it."""
+    monkeypatch.setattr(planning, "machine_of", small_machine)
 
 
 def said(place, *more, **options):
@@ -59,6 +66,8 @@ def said(place, *more, **options):
         ({"data": ""}, "--data is empty: give a path"),
         ({"seed": 2**70}, "--seed is a number of at most 63 bits"),
         ({"nproc": 0}, "--nproc is 1 or more, got 0"),
+        ({"lora_rank": 4}, "--lora-rank without --lora: add --lora"),
+        ({"lora_targets": ""}, "--lora-targets is empty: give names of modules"),
     ],
 )
 def test_options(place, options, expected):
@@ -71,9 +80,12 @@ def test_data(place):
         ("blank.txt", " \n", "none of 1 samples can be used"),
         ("none.jsonl", "{\n{\n", "none of 2 samples can be used: "),
         ("other.csv", "a,b", "data is .txt, .jsonl, .parquet"),
+        ("packed.jsonl.gz", "", "is compressed; unpack it first"),
+        ("void.jsonl", '{"text": ""}\n' * 20, "none of 20 samples can be used: "),
     ]:
         (place / name).write_text(content)
         assert expected in said(place, data=place / name, out=place / f"out-{name}")
+    assert "none of 20 samples" in said(place, "--eval-data", place / "void.jsonl", out=place / "out-eval")
     (place / "broken.jsonl").write_text('{"text": "good"}\n{"text"\n')
     assert "broken.jsonl:2: is not JSON" in said(place, "--strict", data=place / "broken.jsonl", out=place / "out-strict")
 
@@ -132,6 +144,57 @@ def test_adapters_that_cannot_be_read(tmp_path):
         AdapterSaver(tmp_path, None, 1, Ranks(None, "cpu")).load()
 
 
+def test_adapters_for_modules_that_are_not_there(place):
+    given = {"lora_targets": "q_proj,qproj", "out": place / "out-targets"}
+    assert "no module is called qproj; linear ones are down_proj, gate_proj, " in said(place, "--lora", **given)
+    given = {"model": str(place / "model"), "plan": str(place / "plan.toml"), "steps": 1, "seq": 32, "batch": 1}
+    train_here(**given, data=place / "data.jsonl", out=place / "out-head", lora=True, lora_targets="q_proj,lm_head")
+    assert (place / "out-head" / "adapter_model.safetensors").is_file()  # its logits exist then
+
+
+def test_a_model_that_reads_in_both_directions(place):
+    import transformers
+
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=260)
+    config.save_pretrained(place / "bert")
+    (place / "bert" / "model.safetensors").write_bytes(b"")
+    assert "bert reads in both directions" in said(place, model=place / "bert")
+    assert "is a file of weights; give the directory" in said(place, model=place / "model" / "model.safetensors")
+
+
+def test_a_damaged_checkpoint_says_how_to_go_on(place):
+    given = {"model": place / "model", "plan": place / "plan.toml", "seq": 32, "batch": 1, "save_every": 1}
+    make_jsonl(place / "other.jsonl", rows=12)
+    train_here(**given, data=place / "other.jsonl", out=place / "damaged", steps=2)
+    newest = place / "damaged" / "checkpoints" / "checkpoint-000002"
+    (newest / "manifest.json").write_text("{")
+    more = {"data": place / "other.jsonl", "out": place / "damaged"}
+    assert f"remove {newest} to go on from the checkpoint before it" in said(place, "--steps", 3, "--save-every", 1, **more)
+    shutil.rmtree(place / "damaged" / "checkpoints" / "checkpoint-000001")  # now there is none before it
+    assert "remove" not in said(place, "--steps", 3, "--save-every", 1, **more)
+
+
+def test_sigterm_before_the_first_step_is_said(place, monkeypatch):
+    def told(*_):
+        signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None)  # what the interpreter does
+
+    monkeypatch.setattr(command, "decide", told)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    paths = {"model": "model", "data": "data.jsonl", "out": "out-term", "plan": "plan.toml"}
+    given = [str(part) for name, file in paths.items() for part in (f"--{name}", place / file)]
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        result = CliRunner().invoke(app, ["train", "--seq", "64", *given])
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        monkeypatch.setenv("WORLD_SIZE", "2")  # a rank that waits for another inside torch would not hear of it
+        with signals.terminating():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 143
+    assert result.stderr.strip() == "unwall: SIGTERM; what was saved last stays, and the same command goes on from there"
+
+
 def test_two_launchers(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -153,6 +216,12 @@ def test_a_plan_file(tmp_path):
         path.write_text(content)
         with pytest.raises(TrainError, match=expected):
             planning.read_plan(path)
+
+
+def test_a_plan_file_that_says_nonsense_is_named(place):
+    for content, expected in [("passes = 'two'", "passes is a whole number above 0"), ("params = 'moon'", "params is one of")]:
+        (place / "odd.toml").write_text(content)
+        assert f"--plan {place / 'odd.toml'}: {expected}" in said(place, plan=place / "odd.toml", out=place / "out-odd")
 
 
 @pytest.mark.drill

@@ -3,12 +3,12 @@
 [Note: block by block]
 Checksums are over runs that end at the blocks of a file (checksums.py). So this goes through the files block by block, and
 reads of each block all runs of which anything is wanted. On the way to its place, or to a buffer, a run is checked: one pass
-over memory. A reader takes a few MiB of its block at a time: what it reads into stays small, and the readers do not all check
-at once, which would leave the drive without work. The order is that of the states: a training that is resumed as it was goes
-through each file from its beginning to its end. What has no place in memory that can be written directly (states on disk, other
-dtypes) is put in chunks, each when its last byte is there. A block may hold bytes of chunks that come later; they get a buffer
-ahead of their turn while there are some, otherwise the block is read once more when their turn has come. So memory stays
-bounded, whatever the layout is.
+over memory. A reader takes a few MiB of its block at a time: what it reads into stays small, and the readers do not all
+check at once, which would leave the drive without work. The order is that of the states: a training that is resumed as it was
+goes through each file from its beginning to its end. What has no place in memory that can be written directly (states on disk,
+other dtypes) is put in chunks, each when its last byte is there. A block may hold bytes of chunks that come later; they get a
+buffer ahead of their turn while there are some, otherwise the block is read once more when their turn has come. So memory
+stays bounded, whatever the layout is.
 """
 
 import itertools
@@ -30,13 +30,13 @@ from unwall.native.checksum import crc32, crc32_copy, crc32_split
 from unwall.native.memory import HostMemory
 from unwall.tiers.sizes import align_up
 
-READERS = 8
-"""Threads. More than a drive needs, because some of them check while others read."""
+READERS = 16
+"""Threads. More than a drive needs, because some of them check while others read, or wait for a processor."""
 READ_BYTES = 4 << 20
 """What a reader takes at once of its block."""
-BLOCKS_AHEAD = 10
+BLOCKS_AHEAD = READERS + 2
 """Blocks that are asked for, or read and not yet taken."""
-BUFFERS = 24
+BUFFERS = 22
 """Less those that the files keep of what was verified: both have a block's size."""
 FEWEST_BUFFERS = 8
 FOR_THE_NEXT = 4

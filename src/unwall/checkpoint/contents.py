@@ -5,6 +5,7 @@ Every rank writes its 1/N of each group, also where it holds all of it (stage 0)
 (buffers, the user's ``extra``) is written by rank 0; another rank writes its own where it differs from rank 0's.
 """
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class Small:
             for name, entry in self.optimizers.items()
         ]
         found["optimizer"] = ", ".join(entries) or "none"
-        return {**found, **{f"tree/{name}": repr(tree) for name, tree in self.trees.items()}}
+        return {**found, **{f"tree/{name}": _digest_of_tree(tree) for name, tree in self.trees.items()}}
 
 
 def take_small(engine: Engine, names: Names, optimizers: Trained, extra: Any) -> Small:
@@ -114,7 +115,8 @@ def make_contents(
     builder.add_small(small, digests)
     for group in sorted(engine.groups, key=lambda group: group.home.tier != "device"):
         builder.add_group(group, optimizers)
-    same = [name for name in ("extra", "modules") if builder.rank and digests[0][f"tree/{name}"] == repr(small.trees[name])]
+    shared = ("extra", "modules") if builder.rank else ()
+    same = [name for name in shared if digests[0][f"tree/{name}"] == _digest_of_tree(small.trees[name])]
     trees = {name: tree for name, tree in small.trees.items() if name not in same}
     steps = [param["step"] for entry in small.optimizers.values() for param in entry.params.values()]
     manifest = Manifest(
@@ -233,6 +235,11 @@ def _to_write(group: Group, rank: int) -> list[Segment]:
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     copied = tensor.detach().to("cpu", copy=True).contiguous()
     return copied.clone() if copied.is_conj() or copied.is_neg() else copied
+
+
+def _digest_of_tree(tree: Any) -> str:
+    """Short, however much there is in ``extra``: every rank gets those of all."""
+    return hashlib.blake2b(repr(tree).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _digest(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], int]:

@@ -12,6 +12,7 @@ needs the room. What is left of a process that died meanwhile goes with other pa
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -29,6 +30,8 @@ _NAME = re.compile(r"checkpoint-(\d{6,})")
 _LOCK, _WRITING = ".lock", "writing"
 _REMOVED = ".removed-"
 _PARTIAL = f"{MANIFEST}.partial"
+_OURS = re.compile(rf"{_WRITING}|{re.escape(_PARTIAL)}|rank-\d{{5,}}\.safetensors")
+"""What a save writes before its manifest."""
 
 
 def complete(directory: str | Path) -> list[Path]:
@@ -49,6 +52,8 @@ def find(path: str | Path) -> Path:
             raise CheckpointError(sentence)
         left = len(_numbered(path)) if path.is_dir() else 0
         what = " (no such directory)" if not path.is_dir() else f" ({left} that are not complete)" if left else ""
+        if not what and any(path.glob("*.safetensors")):
+            what = " (it has weights: unwall.load_weights takes them)"
         raise FileNotFoundError(f"{path} has no complete checkpoint in it{what}")
     return found[-1]
 
@@ -116,7 +121,7 @@ def claim(directory: str | Path) -> Claimed:
         path = directory / f"checkpoint-{last + 1:06d}"
         path.mkdir()
         descriptor = os.open(path / _WRITING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _flock(descriptor, path)
     return Claimed(path, descriptor)
 
 
@@ -165,36 +170,67 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # file systems that have no such thing
+            raise
     finally:
         os.close(descriptor)
 
 
 def _remove_partial(directory: Path) -> None:
-    """See [Note: complete or not there]."""
+    """See [Note: complete or not there]. What has a checkpoint's name but holds anything else than a save writes is another
+    program's (trainers, too, number their checkpoints): it stays."""
     for path in directory.glob(f"{_REMOVED}checkpoint-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in _numbered(directory):
-        if path.is_symlink() or (path / MANIFEST).exists():
+        if path.is_symlink() or (path / MANIFEST).exists() or not _is_ours(path):
             continue
         try:
             descriptor = os.open(path / _WRITING, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
+        except FileNotFoundError:
             shutil.rmtree(path, ignore_errors=True)  # half made, or half removed
             continue
+        except OSError:  # of another user
+            continue
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            if _flock(descriptor, path, fcntl.LOCK_NB):  # without locks nobody knows whether its owner lives
+                shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether nothing is in it but what a save writes."""
+    try:
+        return all(_OURS.fullmatch(name) for name in os.listdir(path))
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _flock(descriptor, directory)
         yield
     finally:
         _unlock(descriptor)
+
+
+def _flock(descriptor: int, path: Path, more: int = 0) -> bool:
+    """Locks a file. False, with a warning, where the file system has no locks (Lustre, unless it is mounted with them)."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | more)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise
+        warnings.warn(
+            f"the file system of {path} has no locks (flock: {error.strerror}): let no two processes save there at once, "
+            "and remove what killed ones leave (checkpoints without a manifest) yourself",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _unlock(descriptor: int) -> None:
@@ -208,7 +244,11 @@ def _unlock(descriptor: int) -> None:
 def _make(directory: Path) -> None:
     """The directory with all its parents, their names on the disk."""
     new = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        what = "a link that leads nowhere" if directory.is_symlink() else "no directory"
+        raise type(error)(error.errno, f"checkpoints go into a directory; this is {what}", str(directory)) from error
     for path in new:
         with contextlib.suppress(OSError):  # one that may be written to, but not read
             sync_directory(path.parent)

@@ -19,13 +19,28 @@ def read_generators(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def check_generators(found: Any) -> None:
+    """Raises for what ``write_generators`` could not take, and changes nothing."""
+    random.Random().setstate(found["python"])
+    torch.Generator().set_state(found["torch"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in found:
+        numpy.random.RandomState().set_state(_of_numpy(found["numpy"]))
+    if "device" in found and found["device"].dtype is not torch.uint8:
+        raise TypeError(f"the state of a device's generator is bytes, got {found['device'].dtype}")
+
+
 def write_generators(found: dict[str, Any], device: torch.device) -> None:
     """The inverse."""
     random.setstate(found["python"])
     torch.set_rng_state(found["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in found:
-        name, keys, *rest = found["numpy"]
-        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+        numpy.random.set_state(_of_numpy(found["numpy"]))
     if device.type == "cuda" and "device" in found:
         torch.cuda.set_rng_state(found["device"], device)
+
+
+def _of_numpy(state: Any) -> tuple[Any, ...]:
+    name, keys, *rest = state
+    return name, keys.numpy().astype("uint32"), *rest

@@ -20,11 +20,15 @@ class EndedError(Exception):
         self.at = at
 
 
+HUGE_PAGE_BYTES = 2 << 20
+
+
 class Bounce:
-    """Memory for one read past the page cache, of at most ``nbytes`` anywhere in a file."""
+    """Memory for one read past the page cache, of at most ``nbytes`` anywhere in a file. At least a huge page: a drive that
+    is given hundreds of small ones for a read takes several times as long."""
 
     def __init__(self, nbytes: int) -> None:
-        memory = HostMemory(align_up(nbytes) + ALIGNMENT)
+        memory = HostMemory(max(align_up(nbytes) + ALIGNMENT, HUGE_PAGE_BYTES))
         self.bytes = torch.frombuffer(memory.buffer(), dtype=torch.uint8)
         self.view = memoryview(memory.buffer()).cast("B")
 

@@ -30,7 +30,8 @@ class Held:
 def plain(model: nn.Module) -> nn.Module:
     """The model itself, where ``torch.compile`` has put another module around it."""
     inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
+    if not isinstance(inner, nn.Module):
+        raise TypeError(f"expected a model (a torch.nn.Module), got {type(inner).__name__}")
     return inner
 
 

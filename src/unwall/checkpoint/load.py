@@ -14,15 +14,16 @@ from unwall.checkpoint.block_reading import BlockReading
 from unwall.checkpoint.boxes import Box, Part
 from unwall.checkpoint.directory import find
 from unwall.checkpoint.errors import CheckpointError
-from unwall.checkpoint.generators import write_generators
+from unwall.checkpoint.expanded import fill_expanded
+from unwall.checkpoint.generators import check_generators, write_generators
 from unwall.checkpoint.goals import Goal
 from unwall.checkpoint.lots import CHUNK_ELEMENTS
 from unwall.checkpoint.manifest import Manifest, Tensor
-from unwall.checkpoint.matching import Matched, match
+from unwall.checkpoint.matching import Matched, check_value, match
 from unwall.checkpoint.meeting import Meeting
 from unwall.checkpoint.names import Names, names_of
 from unwall.checkpoint.once import MASTER, Key, masters, read_again, read_once, states_of
-from unwall.checkpoint.optimizer_entry import apply_entry
+from unwall.checkpoint.optimizer_entry import apply_entry, check_values
 from unwall.checkpoint.reader import CheckpointFiles
 from unwall.checkpoint.restoring import Restorer, lacks_master, master_homes
 from unwall.checkpoint.save import begin
@@ -86,10 +87,12 @@ def _prepare(path: Path, engine: Engine, meeting: Meeting, model: nn.Module, opt
             prepared.waiting = read_once(engine, prepared.restorer, prepared.matched, prepared.optimizers)
         except BaseException as failure:
             error = failure
-        answers = meeting.agree(error, [] if prepared is None else list(prepared.waiting))
+        mine = ([], []) if prepared is None else (list(prepared.waiting), list(prepared.optimizers))
+        answers = meeting.agree(error, mine)
         assert prepared is not None
         try:
-            everywhere = set.intersection(*(set(answers[rank]) for rank in stages.peers))
+            _check_alike([names for _, names in answers])
+            everywhere = set.intersection(*(set(answers[rank][0]) for rank in stages.peers))
             for key in [key for key in prepared.waiting if key not in everywhere]:
                 prepared.waiting.pop(key).forgo()
             _forget(engine)
@@ -103,6 +106,15 @@ def _prepare(path: Path, engine: Engine, meeting: Meeting, model: nn.Module, opt
             raise RuntimeError(_not_undone(kept, failure, directory)) from failure
         raise
     return prepared
+
+
+def _check_alike(optimizers: list[list[str]]) -> None:
+    """CheckpointError where ranks have not given the same optimizers: some would go on with moments of their own."""
+    for rank, names in enumerate(optimizers):
+        if set(names) != set(optimizers[0]):
+            told = [", ".join(map(repr, of)) if any(of) else "one" if of else "none" for of in (names, optimizers[0])]
+            what = f"on rank {rank} {told[0]}, on rank 0 {told[1]}"
+            raise CheckpointError(f"optimizers given to load: {what}. Give all ranks the same")
 
 
 def _undo(prepared: _Prepared) -> list[str]:
@@ -133,6 +145,8 @@ def _match(directory: Path, engine: Engine, model: nn.Module, optimizers: Optimi
     trained = check_optimizers(optimizers, engine)
     if engine.lent:
         raise RuntimeError("unwall.load inside unwall.full_params: leave the context first")
+    if engine.averaged:
+        raise RuntimeError("unwall.load inside ema.swap() would load into the averages: leave the context first")
     engine.finish()
     manifest = read_manifest(directory)
     matched = match(manifest, engine, names, trained, stages, str(directory))
@@ -178,6 +192,8 @@ def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     files.verify([*matched.values.values(), *matched.buffers.values()])  # another rank's share of them, too
     small = {name: files.read_whole(tensor) for name, tensor in matched.values.items()}
     buffers = {name: files.read_whole(tensor) for name, tensor in matched.buffers.items()}
+    for name, value in buffers.items():
+        check_value(matched.buffers[name], value, prepared.names.buffers[name], str(files.directory))
     same = manifest.world_size == meeting.size
     mine = manifest.ranks[0], manifest.ranks[meeting.rank] if same else {}
     trees = {name: value for tree in mine if isinstance(tree, dict) for name, value in tree.items()}
@@ -191,8 +207,17 @@ def _read_small(prepared: _Prepared, meeting: Meeting) -> None:
     missing = [name for name in tensors_in([trees, options]) if name not in small]
     if missing:
         raise CheckpointError(f"{files.directory}: {missing[0]} refers to a tensor that is not there: the manifest is damaged")
-    decoded = {name: decode(tree, small.__getitem__) for name, tree in trees.items()}
-    decoded["modules"] = _states_of_modules(prepared, decoded["modules"] or {}, small)
+    try:
+        decoded = {name: decode(tree, small.__getitem__) for name, tree in trees.items()}
+        decoded["modules"] = _states_of_modules(prepared, decoded["modules"] or {}, small)
+        if decoded["rng"] is not None:
+            check_generators(decoded["rng"])
+        for name, optimizer in prepared.optimizers.items():
+            check_values(manifest.optimizers[name], optimizer, prepared.names.of, small.__getitem__)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{files.directory} cannot be loaded: {type(error).__name__}: {error}") from error
     prepared.small, prepared.buffers, prepared.trees = small, buffers, decoded
 
 
@@ -223,7 +248,7 @@ def _restore(engine: Engine, prepared: _Prepared) -> None:
             if id(param) not in engine.places:
                 param.copy_(prepared.files.read_whole(matched.params[id(param)]))
         for name, buffer in names.buffers.items():
-            buffer.copy_(prepared.buffers[name])
+            fill_expanded(buffer, prepared.buffers[name])
     for path, module in names.states.items():
         module.set_extra_state(prepared.trees["modules"][path])
     for group in engine.groups:

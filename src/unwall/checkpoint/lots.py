@@ -22,6 +22,7 @@ from unwall.shards.master import whole_remainder
 from unwall.shards.states import MASTER, REMAINDER
 from unwall.shards.store import Store
 from unwall.tiers.block import Block, DiskBlock, MemoryBlock
+from unwall.tiers.clone import DiskClone
 from unwall.tiers.disk import named
 from unwall.tiers.sizes import align_up
 from unwall.tiers.ticket import Ticket
@@ -67,6 +68,8 @@ class Lot:
     """In the order of their elements, and of the file."""
     coded: SeenState | None = None
     """What is kept in another form than it is written in."""
+    clone: DiskClone | None = None
+    """Where its blocks on disk are read from instead of their tier."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,10 +136,11 @@ class LotReader:
             event.record()
             return _Arrival(target, buffer, _Event(event))
         assert isinstance(held.block, DiskBlock)
-        assert self._tiers.disk is not None
+        source = self._tiers.disk if lot.clone is None else lot.clone
+        assert source is not None
         nbytes = (high - low) * held.dtype.itemsize
         buffer = self._buffer(nbytes)
-        tickets = self._tiers.disk.read(held.block, low * held.dtype.itemsize, buffer.data_ptr(), nbytes, keep=buffer)
+        tickets = source.read(held.block, low * held.dtype.itemsize, buffer.data_ptr(), nbytes, keep=buffer)
         return _Arrival(buffer[:nbytes].view(held.dtype), buffer, *tickets, label=lot.label)
 
     def _buffer(self, nbytes: int, pinned: bool = False) -> torch.Tensor:

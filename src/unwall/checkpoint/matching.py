@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from unwall.checkpoint.errors import CheckpointError
+from unwall.checkpoint.expanded import check_expanded
 from unwall.checkpoint.manifest import Manifest, OptimizerEntry, Tensor
 from unwall.checkpoint.names import Names
 from unwall.checkpoint.optimizer_entry import check_entry
@@ -54,7 +55,7 @@ def match(manifest: Manifest, engine: Engine, names: Names, optimizers: Trained,
     buffers = {tensor.name: tensor for tensor in own if tensor.kind == "buffer"}
     _check_names("buffers", stages.buffers.union(names.buffers), buffers, [(name,) for name in names.buffers], where)
     for name, buffer in names.buffers.items():
-        _check(buffers[name], name, tuple(buffer.shape), buffer.dtype, where)
+        _check(buffers[name], name, tuple(buffer.shape), buffer.dtype, where, by_value=True)
     found.buffers = {name: buffers[name] for name in names.buffers}
     found.values = {tensor.name: tensor for tensor in own if tensor.kind == "value"}
     saved = manifest.optimizers
@@ -134,13 +135,35 @@ def _check_names(
         raise CheckpointError(f"{where} is of another model: of the {what}, {'; '.join(parts)}")
 
 
-def _check(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+def check_value(tensor: Tensor, value: torch.Tensor, buffer: torch.Tensor, where: str) -> None:
+    """CheckpointError where what was read does not go into a buffer: it has fewer places in memory, or a narrower dtype."""
+    dtype = buffer.dtype
+    try:
+        check_expanded(buffer, value, tensor.name)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    if tensor.dtype == dtype or _widens(tensor.dtype, dtype):
+        return
+    wide = value.double()
+    if not bool(((value.to(dtype).double() == wide) | wide.isnan()).all()):
+        raise CheckpointError(_other_dtype(tensor, tensor.name, dtype, where))
+
+
+def _other_dtype(tensor: Tensor, name: str, dtype: torch.dtype, where: str) -> str:
+    return f"{where}: {name} is {tensor.dtype} in it, which does not go into {dtype} of the model"
+
+
+def _check(
+    tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: str, *, by_value: bool = False
+) -> None:
+    """``by_value``: other floats are judged when they are read, by ``check_value``."""
     if tensor.shape != shape:
         raise CheckpointError(
             f"{where}: {name} has the shape {tensor.shape} in it, in the model {shape}: it is of another model"
         )
-    if tensor.dtype != dtype and not _widens(tensor.dtype, dtype):
-        raise CheckpointError(f"{where}: {name} is {tensor.dtype} in it, which does not go into {dtype} of the model")
+    judged_later = by_value and tensor.dtype.is_floating_point and dtype.is_floating_point
+    if tensor.dtype != dtype and not judged_later and not _widens(tensor.dtype, dtype):
+        raise CheckpointError(_other_dtype(tensor, name, dtype, where))
 
 
 def _widens(saved: torch.dtype, here: torch.dtype) -> bool:

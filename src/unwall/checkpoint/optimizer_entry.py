@@ -14,6 +14,7 @@ from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.manifest import OptimizerEntry
 from unwall.checkpoint.tree import Keep, decode, encode
 from unwall.optim.adamw import AdamW
+from unwall.optim.option_check import check_options
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.wrap import Wrapped, _shared
 from unwall.runtime.engine import Engine
@@ -92,14 +93,29 @@ def check_entry(
             )
 
 
-def apply_entry(entry: OptimizerEntry, optimizer: ShardedOptimizer, names: Mapping[int, str], get: Any) -> None:
-    """Options, step counts and loss scale. The tensors of the states are loaded by then."""
+def check_values(entry: OptimizerEntry, optimizer: ShardedOptimizer, names: Mapping[int, str], get: Any) -> None:
+    """Raises for what ``apply_entry`` could not take, and changes nothing. An option that is not there stays as it is."""
+    found = _options(entry, optimizer, names, get)
+    groups = [{**own, **group} for own, group in zip(optimizer.param_groups, found["param_groups"], strict=True)]
+    check_options(optimizer.param_groups, optimizer.defaults, {"state": {}, **found, "param_groups": groups})
+    for name, saved in entry.params.items():
+        if isinstance(optimizer, Wrapped) and not isinstance(decode(saved["inner"], get), dict):
+            raise TypeError(f"what {entry.kind} keeps of {name} is no dict")
+
+
+def _options(entry: OptimizerEntry, optimizer: ShardedOptimizer, names: Mapping[int, str], get: Any) -> dict[str, Any]:
+    """As in a state dict of the optimizer."""
     numbers = {name: number for number, name in enumerate(names[id(param)] for param in optimizer._params())}
     groups = []
     for (_, options), group in zip(entry.groups, optimizer.param_groups, strict=True):
         members = [numbers[names[id(param)]] for param in group["params"]]
         groups.append({**decode(options, get), "params": members})
-    optimizer._load_options({"param_groups": groups, "scaler": dict(entry.scaler)})
+    return {"param_groups": groups, "scaler": dict(entry.scaler)}
+
+
+def apply_entry(entry: OptimizerEntry, optimizer: ShardedOptimizer, names: Mapping[int, str], get: Any) -> None:
+    """Options, step counts and loss scale. The tensors of the states are loaded by then."""
+    optimizer._load_options(_options(entry, optimizer, names, get))
     pasts: dict[Any, Any] = {}
     for param in optimizer._params():
         saved = entry.params.get(names[id(param)])

@@ -17,6 +17,7 @@ import torch
 
 from unwall.checkpoint.directory import sync_directory
 from unwall.checkpoint.dtypes import name_of
+from unwall.checkpoint.manifest import MANIFEST, file_name
 from unwall.checkpoint.match import Match
 from unwall.tiers.sizes import format_bytes
 
@@ -97,6 +98,8 @@ class OutFiles:
 
     def create(self) -> None:
         """What rank 0 does first. OSError, with the bytes that are missing, where the disk has no room."""
+        if all((self.folder / name).exists() for name in (MANIFEST, file_name(0))):  # others, too, write a manifest
+            raise ValueError(f"{self.folder} is a checkpoint of unwall.save: write the weights to a directory of their own")
         self.folder.mkdir(parents=True, exist_ok=True)
         for file in self.files:
             path = self._partial(file)

@@ -56,7 +56,7 @@ class Restorer:
                 self._put(param, start, values.to(param.dtype))
 
             return Goal(group, tensors, torch.float32, 0.0, put_both)
-        wide = param.dtype if not param.dtype.is_floating_point else torch.promote_types(param.dtype, torch.float32)
+        wide = torch.promote_types(param.dtype, torch.float32) if _is_trained_dtype(param.dtype) else param.dtype
 
         def put(start: int, values: torch.Tensor) -> None:
             self._put(param, start, rounded(values, param.dtype))
@@ -186,6 +186,11 @@ def lacks_master(group: Group, tensors: Mapping[int, Tensor]) -> bool:
     """The checkpoint has more bits of the parameters than the group has room for yet: ``make_master`` comes first."""
     exact = any(tensor.dtype is torch.float32 for tensor in tensors.values())
     return exact and group.layout.dtype is torch.bfloat16 and not group.has_state(REMAINDER)
+
+
+def _is_trained_dtype(dtype: torch.dtype) -> bool:
+    """Floats that optimizers update. Those of a byte are codes, which nobody rounds to."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _run(held: Held, numel: int) -> torch.Tensor | None:

@@ -105,11 +105,15 @@ _pending: "weakref.WeakKeyDictionary[Engine, PendingSave]" = weakref.WeakKeyDict
 
 def finish_pending(engine: Engine) -> BaseException | None:
     """Waits for a save of this model that goes on beside training. Gives what it failed with, unless someone was told."""
-    pending = _pending.pop(engine, None)
+    pending = _pending.get(engine)
+    if pending is None:
+        return None
     try:
-        return None if pending is None else pending.ended_with()
-    except BaseException as interrupt:  # the other ranks are told of it
+        error = pending.ended_with()
+    except BaseException as interrupt:  # the other ranks are told of it; the save goes on, and is waited for the next time
         return interrupt
+    _pending.pop(engine, None)
+    return error
 
 
 def begin(engine: Engine, what: str) -> Meeting:
@@ -141,7 +145,8 @@ def save_engine(
         return save.directory
     if engine.device.device.type == "cuda":
         torch.cuda.synchronize(engine.device.device)  # what was queued has changed the states by now
-    pending = _pending[engine] = PendingSave(save, Loans(contents.lots), (model, optimizers))
+    loans = Loans(contents.lots, engine.tiers.disk, contents.nbytes)
+    pending = _pending[engine] = PendingSave(save, loans, (model, optimizers))
     return pending
 
 
@@ -165,6 +170,11 @@ def _prepare(
         trained = check_optimizers(optimizers, engine)
         if engine.lent:
             raise RuntimeError("unwall.save inside unwall.full_params: leave the context first")
+        if engine.averaged and trained:
+            raise RuntimeError(
+                "unwall.save with an optimizer inside ema.swap() would resume training from the averages: leave the context "
+                "first, or write the averages alone with unwall.export_weights"
+            )
         engine.finish()
         small = take_small(engine, names, trained, extra)
         claimed = claim(path) if meeting.rank == 0 else None
@@ -203,8 +213,7 @@ def _contents(
             "versions": {"unwall": __version__, "torch": str(torch.__version__)},
             "model": describe_model(model),
         }
-        if engine.others.pipeline:
-            _check_options(digests)
+        _check_options(digests)
         contents = make_contents(engine, names, optimizers, small, digests, notes)
         if not directory.is_dir():
             raise CheckpointError(f"rank {meeting.rank} does not see {directory}: all ranks save into one directory")
@@ -219,12 +228,12 @@ def _contents(
 
 
 def _check_options(digests: list[dict[str, Any]]) -> None:
-    """CheckpointError where ranks train with other options: those of rank 0 would count for all pipeline stages."""
+    """CheckpointError where ranks train with other options: those of rank 0 would count for all."""
     for rank, theirs in enumerate(digests):
         if theirs["optimizer"] != digests[0]["optimizer"]:
             raise CheckpointError(
-                f"rank {rank} has the optimizer {theirs['optimizer']}, rank 0 {digests[0]['optimizer']}: all pipeline stages "
-                "need the same number of param groups with the same options (a group may be empty)"
+                f"rank {rank} has the optimizer {theirs['optimizer']}, rank 0 {digests[0]['optimizer']}: all ranks need the "
+                "same number of param groups with the same options (in a pipeline a group may be empty)"
             )
 
 

@@ -117,6 +117,16 @@ class OutStream:
             os.fsync(self._descriptor)
         except OSError as error:
             raise self._failed(error) from error
+        self._check_name()
+
+    def _check_name(self) -> None:
+        """OSError where the path does not lead to what was written: somebody removed it, perhaps with its directory."""
+        try:
+            there = os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise FileNotFoundError(errno.ENOENT, "the file was removed while it was written", str(self.path))
 
     def close(self) -> None:
         """Lets go of file and buffers, whatever is written by then."""

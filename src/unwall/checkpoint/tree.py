@@ -17,13 +17,19 @@ Keep = Callable[[str, torch.Tensor], str]
 """Takes a tensor, and where in the tree it is, and gives the name under which it can be found again."""
 
 
-def encode(value: Any, where: str, keep: Keep) -> Any:
+DEEPEST = 100
+"""So many lists and dicts may lie in one another. Whoever reads a checkpoint may have little of a stack left."""
+
+
+def encode(value: Any, where: str, keep: Keep, depth: int = 0) -> Any:
     """A value as JSON. TypeError, naming ``where``, for what cannot be written without pickling it."""
+    if depth > DEEPEST:
+        raise TypeError(f"{where[:60]}... is nested more than {DEEPEST} deep, which a checkpoint does not hold: a loop?")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, torch.Tensor | np.ndarray):
-        return {"$tensor": keep(where, torch.as_tensor(value).detach())}
-    if isinstance(value, np.generic):
+        return {"$tensor": keep(where, _checked(torch.as_tensor(value).detach(), where))}
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # a longdouble stays one
         return encode(value.item(), where, keep)
     if isinstance(value, int):
         return int(value)
@@ -32,21 +38,34 @@ def encode(value: Any, where: str, keep: Keep) -> Any:
     if isinstance(value, bytes | bytearray):
         return {"$bytes": bytes(value).hex()}
     if isinstance(value, list | tuple) and type(value) in (list, tuple, torch.Size):
-        items = [encode(item, f"{where}[{at}]", keep) for at, item in enumerate(value)]
+        items = [encode(item, f"{where}[{at}]", keep, depth + 1) for at, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
-        return _encode_dict(value, where, keep)
+        return _encode_dict(value, where, keep, depth + 1)
     raise TypeError(
         f"{where} is a {type(value).__name__}, which a checkpoint does not hold (nothing in it is pickled): give numbers, "
         "strings, tensors, or lists and dicts of them, a state_dict() for instance"
     )
 
 
-def _encode_dict(value: dict[Any, Any], where: str, keep: Keep) -> Any:
+def _checked(tensor: torch.Tensor, where: str) -> torch.Tensor:
+    """TypeError for a tensor that has no plain bytes."""
+    kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else "meta" if tensor.is_meta else None
+    if kind is None and tensor.layout is not torch.strided:
+        kind = str(tensor.layout).removeprefix("torch.")
+    if kind is not None:
+        raise TypeError(f"{where} is a {kind} tensor, which a checkpoint does not hold: give dense tensors with values")
+    return tensor
+
+
+def _encode_dict(value: dict[Any, Any], where: str, keep: Keep, depth: int) -> Any:
     plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
     if plain and not isinstance(value, collections.Counter):
-        return {key: encode(item, f"{where}.{key}", keep) for key, item in value.items()}
-    rows = [[encode(key, f"a key of {where}", keep), encode(item, f"{where}[{key!r}]", keep)] for key, item in value.items()]
+        return {key: encode(item, f"{where}.{key}", keep, depth) for key, item in value.items()}
+    rows = [
+        [encode(key, f"a key of {where}", keep, depth), encode(item, f"{where}[{key!r}]", keep, depth)]
+        for key, item in value.items()
+    ]
     return {"$counter" if isinstance(value, collections.Counter) else "$dict": rows}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from unwall.checkpoint.boxes import uncovered
 from unwall.checkpoint.checksums import checked_runs, crc
 from unwall.checkpoint.errors import CheckpointError
-from unwall.checkpoint.manifest import KINDS, MANIFEST, FileEntry, Manifest, Piece, Tensor, loads
+from unwall.checkpoint.manifest import KINDS, MANIFEST, FileEntry, Manifest, OptimizerEntry, Piece, Tensor, loads
 
 _COUNTS = 1 << 62
 
@@ -60,9 +60,32 @@ def _check_kinds(manifest: Manifest, where: str) -> None:
     wrong = [name for name, value in counts.items() if not _is_count(value) or (name == "world_size" and not value)]
     wrong += [name for name, value in mappings.items() if not isinstance(value, Mapping)]
     wrong += [name for name, value in texts.items() if not isinstance(value, str)]
-    wrong += [f"the name {tensor.name!r}" for tensor in manifest.tensors if not isinstance(tensor.name, str)]
+    wrong += [f"the name {tensor.name!r}" for tensor in manifest.tensors if not _is_named(tensor)]
+    wrong += [f"the entry of optimizer {name!r}" for name, entry in manifest.optimizers.items() if not _is_entry(entry)]
     if wrong:
         raise CheckpointError(f"{where}: {wrong[0]} is not of the kind that unwall writes: the manifest is damaged")
+
+
+def _is_named(tensor: Tensor) -> bool:
+    texts = (tensor.kind, tensor.name, tensor.optimizer, tensor.state or "", *tensor.aliases)
+    return all(isinstance(text, str) for text in texts) and (tensor.rank is None or _is_count(tensor.rank))
+
+
+def _is_entry(entry: OptimizerEntry) -> bool:
+    """As far as it can be told without the optimizer. Options and the like are trees (tree.py)."""
+    names = [name for listed, _ in entry.groups for name in listed]
+    if not all(isinstance(text, str) for text in (entry.kind, *names)) or not isinstance(entry.scaler, Mapping):
+        return False
+    if not isinstance(entry.params, Mapping) or not all(isinstance(options, Mapping) for _, options in entry.groups):
+        return False
+    return all(isinstance(saved, Mapping) and _is_saved(saved) for saved in entry.params.values())
+
+
+def _is_saved(saved: Mapping[str, object]) -> bool:
+    """Of one parameter: ``OptimizerEntry.params``."""
+    stored = saved.get("stored", [])
+    listed = isinstance(stored, list) and all(isinstance(name, str) for name in stored)
+    return _is_count(saved.get("step")) and listed and ("stored" in saved) == ("inner" in saved)
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:

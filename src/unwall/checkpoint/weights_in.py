@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _IncompatibleKeys
 
 from unwall.checkpoint.agree import agree, begin
+from unwall.checkpoint.expanded import check_expanded, fill_expanded
 from unwall.checkpoint.find_weights import open_weights
 from unwall.checkpoint.inventory import Held, aliases, inventory, owner_of, plain
 from unwall.checkpoint.naming import Named, from_files, missing_names
@@ -139,6 +140,8 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
     if engine is not None:
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
+        if engine.averaged:
+            raise RuntimeError("weights would go into the averages inside ema.swap(): leave the context first")
         failure = finish_pending(engine)  # it reads what is about to change
         begin(engine, "unwall.load_weights")
         agree(ranks, failure, "the save before")
@@ -281,13 +284,15 @@ def _fill_rest(matched: Matched, engine: Engine | None, advance: Advance) -> Non
             goal = torch.empty_like(goal, device="cpu" if engine is None else engine.device.device)
             for name in names:
                 matched.held[name].owner._buffers[matched.held[name].attribute] = goal
-        _fill_plain(local(goal), source)
+        _fill_plain(local(goal), source, names[0])
         advance(source.nbytes)
 
 
-def _fill_plain(goal: torch.Tensor, source: Source) -> None:
+def _fill_plain(goal: torch.Tensor, source: Source, name: str) -> None:
     if not goal.is_contiguous():
-        goal.copy_(source.read(0, source.numel).view(goal.shape))
+        values = source.read(0, source.numel).view(goal.shape)
+        check_expanded(goal, values, name)
+        fill_expanded(goal, values)
         return
     flat = goal.view(-1)
     for low in range(0, source.numel, STRETCH_ELEMENTS):

@@ -24,6 +24,7 @@ from unwall.shards.local import local
 from unwall.tiers.sizes import parse_bytes
 
 MAX_SHARD_SIZE = "5GB"
+RESERVED = "__metadata__"
 
 
 def export_weights(
@@ -73,7 +74,11 @@ def _planned(
 
 
 def specs_of(made: dict[str, Patchwork], given: dict[str, torch.dtype], dtype: torch.dtype | None) -> dict[str, Spec]:
-    """What each tensor of the files is, in the order of ``made``."""
+    """What each tensor of the files is, in the order of ``made``. ValueError for a name that no tensor of a file can have."""
+    if RESERVED in made:
+        raise ValueError(
+            f"a tensor of the model is called {RESERVED}, a name that safetensors files keep for themselves: rename it"
+        )
     found = {}
     for name, patchwork in made.items():
         kinds = {given[patch.source] for patch in patchwork.patches} or {given.get(name, torch.float32)}

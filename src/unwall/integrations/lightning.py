@@ -13,7 +13,7 @@ from torch import nn
 
 from unwall.api import init, shard
 from unwall.checkpoint.public import load, save
-from unwall.integrations.optimizers import innermost, rebuild, repoint
+from unwall.integrations.optimizers import call_inside, innermost, rebuild, repoint
 from unwall.integrations.sharding import FOLDER, check_precision, engine_inside, plan_for
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.plans import Plan
@@ -104,6 +104,8 @@ class Strategy(pl.strategies.DDPStrategy):  # type: ignore[misc, name-defined]
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        for wrapper in self._lightning_optimizers:  # what self.optimizers() gives in manual optimisation
+            call_inside(wrapper, pl.core.optimizer.LightningOptimizer)
 
     def _plan(self, passes: int) -> Plan:
         return plan_for(self.plan, _PRECISIONS[self.precision_plugin.precision], passes, "the trainer's precision")

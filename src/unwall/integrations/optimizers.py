@@ -1,6 +1,7 @@
 """Optimizers of a sharded model as other trainers ask for them."""
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -17,15 +18,24 @@ _OURS = ("lr", "betas", "eps", "weight_decay")
 def innermost(optimizer: Any) -> ShardedOptimizer:
     """The optimizer of a sharded model inside whatever a trainer has put around it. TypeError where there is none."""
     found = optimizer
-    while not isinstance(found, ShardedOptimizer):
+    while True:
         inner = getattr(found, "optimizer", None) or getattr(found, "_optimizer", None)
+        if isinstance(found, ShardedOptimizer) and not isinstance(inner, ShardedOptimizer):
+            return found
         if inner is None or inner is found:
             raise TypeError(
                 f"{type(optimizer).__name__} is not an optimizer of a sharded model: use unwall.AdamW(model.parameters(), ...) "
                 "or unwall.wrap(optimizer), after unwall.shard"
             )
-        found = inner
-    return found
+        found = inner  # Lightning's wrapper is of the class of what it wraps, but what is set on it never arrives there
+
+
+def call_inside(wrapper: Any, kept: type) -> None:
+    """Methods of a wrapper that is of its optimizer's class become those of the optimizer itself; not those of ``kept``."""
+    inner = innermost(wrapper)
+    for name in dir(inner):
+        if not name.startswith("_") and not hasattr(kept, name) and inspect.isfunction(getattr(type(inner), name, None)):
+            setattr(wrapper, name, getattr(inner, name))
 
 
 def build(kind: type[torch.optim.Optimizer], groups: Any, options: dict[str, Any]) -> ShardedOptimizer:

@@ -36,6 +36,8 @@ DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal
 """Signals whose handlers people write to raise something."""
 _REMIND_SECONDS = 0.01
 _URGE_SECONDS = 1.0
+_FINALISERS = ("__del__", "gone")
+"""Functions that Python calls when something goes: ``gone`` where a weak reference tells of it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +77,10 @@ class Handler:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _state.depth and not self._is_urgent(number):
             self._note(number)
+            return
+        if not _state.depth and _begins_finaliser(frame):
+            self._note(number)
+            _start_reminding()
             return
         first = _state.noted.pop(number, None)
         depth, committed = _state.depth, _state.committed
@@ -181,8 +187,22 @@ class _Finalizing:
             _state.finals = max(0, _state.finals - 1)
             _state.depth = max(0, _state.depth - 1)
             if not _state.depth and _state.noted:
-                with suppress(RuntimeError):  # the interpreter is shutting down
-                    _thread.start_new_thread(_remind, ())  # not threading's: the finaliser may run inside it
+                _start_reminding()
+
+
+def _begins_finaliser(frame: FrameType | None) -> bool:
+    """Whether a finaliser of ours is on the stack, ahead of its section or behind it: Python looks for signals where a function
+    begins, so that of a long C call, which drops something at its end, would be lost there, and what was to be freed, too."""
+    while frame is not None:
+        if frame.f_code.co_name in _FINALISERS and str(frame.f_globals.get("__name__")).startswith("unwall."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _start_reminding() -> None:
+    with suppress(RuntimeError):  # the interpreter is shutting down
+        _thread.start_new_thread(_remind, ())  # not threading's: the finaliser may run inside it
 
 
 def _remind() -> None:

@@ -24,6 +24,7 @@ class Commit:
     def _resolve(self) -> bool:
         """Whether the speculation is the update. It holds only where ``step`` uses the gradients as they are."""
         found, scale = self._speculation, self._factor.get()
+        found.await_end()  # its last writes may be under way
         committed = scale == 1.0 and found.progress is Progress.FINISHED
         if committed:
             assert found.shadow is not None

@@ -85,7 +85,7 @@ class _Chunk:
 
 
 class DiskUpdate:
-    """See [Note: chunks]."""
+    """See [Note: chunks]. ``again``: ``begin`` is called again after something failed, so what could not be written is kept."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class DiskUpdate:
         tiers: Tiers,
         landing: Ticket | None,
         factor: Factor,
+        again: bool = True,
     ) -> None:
         assert tiers.disk is not None
         numel = parts.numel
@@ -108,6 +109,7 @@ class DiskUpdate:
         self._ring: BounceRing = tiers.chunks
         self._landing = landing
         self._factor = factor
+        self._again = again
         self._places = _places(parts, tiers.chunk_elements)
         self._todo: deque[_Chunk] = deque()
         for start in range(0, numel, tiers.chunk_elements):
@@ -118,14 +120,9 @@ class DiskUpdate:
             if inside:
                 self._todo.append(_Chunk(start, end - start, inside))
 
-    def work(self, dropped: Callable[[], bool] = lambda: False) -> None:
-        """Updates what is left to do, to its end. ``dropped``: asked before each chunk whether anyone still wants it."""
-        rest = self.begin(dropped)
-        if rest is not None:
-            rest.finish()
-
     def begin(self, dropped: Callable[[], bool] = lambda: False) -> Rest | None:
-        """The same, but the last chunks may still be under way."""
+        """Updates what is left to do. The last chunks may still be under way. ``dropped``: asked before each chunk whether
+        anyone still wants it."""
         if self._landing is not None:
             self._landing.wait()
         scale = self._factor.get()
@@ -178,11 +175,6 @@ class DiskUpdate:
         if failure is not None:
             raise failure
 
-    def abandon(self) -> None:
-        """Gives back the memory of what could not be written: it will not be tried again."""
-        for chunk in self._todo:
-            self._give_back(chunk)
-
     def _begin(self, chunk: _Chunk, scale: float) -> None:
         if chunk.slot is None:
             chunk.slot = self._ring.acquire()
@@ -228,7 +220,7 @@ class DiskUpdate:
         if failure is None and not incomplete:
             self._give_back(chunk)
             return
-        if chunk.updated:  # its new values are in its slot: they have to be written, not computed again
+        if chunk.updated and self._again:  # its new values are in its slot: they have to be written, not computed again
             self._todo.appendleft(chunk)
         else:
             self._give_back(chunk)

@@ -2,16 +2,25 @@
 
 Each rank averages the run it owns, in fp32 and straight from the master, on the tier where the optimizer states live. Nothing
 is gathered and no rank waits for another, except where whole tensors come out or go in.
+
+[Note: half an average]
+A disk may fail in the middle. An update remembers the groups that it has averaged, and the next call goes on with the others. A
+swap remembers the groups that have changed places: one that fails on the way in takes them back, and what could not be taken
+back is tried again whenever the model is used, before anything else.
 """
 
+import warnings
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from unwall.native import interrupts
+from unwall.native.library import DiskError
 from unwall.optim.own_states import own_states
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
@@ -39,7 +48,15 @@ class Ema:
         self._model = model  # keeps the engine, too
         self._own = own_states(self)
         self._begun: set[int] = set()
+        self._averaged: set[int] = set()
+        """Groups that an update which failed has averaged. See [Note: half an average]."""
+        self._averaged_at = 0
+        self._swapped: set[int] = set()
+        """Groups whose parameters are averages now."""
+        self._inside = False
+        """Of a swap."""
         engine.edge()
+        engine.checks.append(_Restores(self))
         for group in self._groups():
             self._average(group)
             group.pending.staging.close()
@@ -52,31 +69,60 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average towards the parameters of now: after ``optimizer.step()``. All ranks call it."""
-        self._engine.edge()
-        for group in self._groups():
-            fresh = group.index not in self._begun
-            average = self._average(group)
-            if not fresh:
-                for piece in _pieces(group.own_numel):
-                    value = read_master(group, None, piece.start, piece.stop)
-                    average[piece].lerp_(value.to(average.device, average.dtype), 1.0 - self.decay)
-            group.pending.staging.close()
-        self.updates += 1
+        """Moves the average towards the parameters of now: after ``optimizer.step()``. All ranks call it. After an error call
+        it again: it goes on where it was."""
+        engine = self._engine
+        engine.edge()
+        with interrupts.deferred, engine.turn.held("ema.update"):
+            self._forget_half()
+            for group in self._groups():
+                if group.index not in self._averaged:
+                    fresh = group.index not in self._begun
+                    average = self._average(group)
+                    for piece in () if fresh else _pieces(group.own_numel):
+                        value = read_master(group, None, piece.start, piece.stop)
+                        average[piece].lerp_(value.to(average.device, average.dtype), 1.0 - self.decay)
+                    self._averaged.add(group.index)
+                group.pending.staging.close()
+            self._averaged.clear()
+            self.updates += 1
+
+    def _forget_half(self) -> None:
+        """An update that failed cannot go on once the parameters are others."""
+        missed, version = len(list(self._groups())) - len(self._averaged), self._engine.version
+        if self._averaged and self._averaged_at != version:
+            warnings.warn(
+                f"ema.update() had failed and was not called again before the next step: {missed} groups of parameters have "
+                "missed one update of their average",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self._averaged.clear()
+        self._averaged_at = version
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Inside, the model has the averaged values: to evaluate it, or to save it with ``model.state_dict()``. All ranks enter
-        together. Training inside is an error."""
+        """Inside, the model has the averaged values: to evaluate it, or to write them with ``model.state_dict()`` or
+        ``unwall.export_weights``. All ranks enter together. Training inside is an error."""
         self._meet()
-        self._exchange()
-        version = self._engine.version
+        if self._inside:
+            raise RuntimeError("ema.swap() inside ema.swap(): the model has the averaged values already")
         try:
-            yield
+            self._inside = True
+            self._engine.averaged = True
+            self._exchange(averaged=True)
+            version = self._engine.version
+            try:
+                yield
+            finally:
+                self._engine.edge()
+                trained = self._engine.version != version
+                self._exchange(averaged=False)
         finally:
-            self._engine.edge()
-            trained = self._engine.version != version
-            self._exchange()
+            self._inside = False
+            with suppress(DiskError):
+                self.restore()
+            self._engine.averaged = bool(self._swapped)
         if trained:
             raise RuntimeError(
                 "parameters were changed inside ema.swap(), by a step or a write: the change went into the average. Train "
@@ -90,12 +136,15 @@ class Ema:
         self._meet()
         params: dict[str, torch.Tensor] = {}
         for group in self._groups():
-            whole = whole_run(self._engine, group, self._average(group))
+            with self._engine.executor.prepared("ema.state_dict"):
+                average = self._average(group)
+            whole = whole_run(self._engine, group, average)
             for slot in group.layout.slots if whole is not None else ():
                 assert whole is not None
                 found = params.setdefault(slot.name, torch.empty(slot.shape, dtype=whole.dtype))
                 slot.range_of(found.view(-1)).copy_(whole[slot.offset : slot.end])
-            group.pending.staging.close()
+            with self._engine.executor.prepared("ema.state_dict"):
+                group.pending.staging.close()
         for name, param in self._named() if params else ():
             if is_distributed(param):
                 params[name] = whole_over_tensor_ranks(param, params[name].to(self._engine.device.device)).cpu()
@@ -112,7 +161,8 @@ class Ema:
         if wrong:
             raise ValueError(f"this average does not belong to the model: {wrong}")
         for group in self._groups():
-            average = self._average(group)
+            with engine.executor.prepared("ema.load_state_dict"):
+                average = self._average(group)
             for at, slot in enumerate(group.layout.slots):
                 param = group.params[at]
                 value = torch.empty(param.shape, dtype=average.dtype, device=engine.device.device)
@@ -125,7 +175,8 @@ class Ema:
                     if segment.slot == at:
                         part = value.view(-1)[segment.start : segment.start + segment.numel]
                         average[segment.shard_start : segment.shard_start + segment.numel].copy_(part)
-            group.pending.staging.close()
+            with engine.executor.prepared("ema.load_state_dict"):
+                group.pending.staging.close()
         numbers = self._from_first((state_dict.get("decay"), state_dict.get("updates")))
         self.decay, self.updates = float(numbers[0]), int(numbers[1])
 
@@ -157,21 +208,39 @@ class Ema:
             self._begun.add(group.index)
         return average
 
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        """Averages and parameters change places."""
+    def _exchange(self, averaged: bool) -> None:
+        """Averages and parameters change places, on all ranks or, after the error of one, on none that can help it."""
         engine = self._engine
-        for group in self._groups():
-            average = self._average(group)
-            for piece in _pieces(group.own_numel):
-                value = read_master(group, None, piece.start, piece.stop).clone()
-                write_master(group, piece.start, average[piece])
-                average[piece].copy_(value)
-            group.pending.staging.close()
-            group.generation += 1
-            engine.executor.invalidate(group.index)
-            increment_version(group.params)
+        with interrupts.deferred, engine.turn.held("ema.swap"), engine.executor.prepared("ema.swap"):
+            engine.forward.forget_interrupted()  # or it takes what changes here for writes of its own
+            engine.backward.forget_interrupted()
+            for group in self._groups():
+                if (group.index in self._swapped) is not averaged:
+                    self._exchange_one(group)
+
+    def restore(self) -> None:
+        """What a swap that failed has left of averages in the parameters goes back. DiskError where that fails: it is tried
+        again before the model is used."""
+        if self._swapped and not self._inside:
+            with interrupts.deferred:
+                for group in self._groups():
+                    if group.index in self._swapped:
+                        self._exchange_one(group)
+            self._engine.averaged = False
+
+    @torch.no_grad()
+    def _exchange_one(self, group: Group) -> None:
+        engine, average = self._engine, self._average(group)
+        for piece in _pieces(group.own_numel):
+            value = read_master(group, None, piece.start, piece.stop).clone()
+            write_master(group, piece.start, average[piece])
+            average[piece].copy_(value)
+        self._swapped ^= {group.index}
+        group.generation += 1
         engine.version += 1
+        increment_version(group.params)
+        engine.executor.invalidate(group.index)
+        group.pending.staging.close()  # where this fails nothing is lost: what was changed is written at the next use
 
     def _meet(self, counted: bool = True) -> None:
         """All ranks are here, and have averaged equally often."""
@@ -194,6 +263,18 @@ class Ema:
         said = [f"missing {', '.join(missing[:5])}"] if missing else []
         said += [f"not expected {', '.join(extra[:5])}"] if extra else []
         return "; ".join(said + shapes[:5])
+
+
+class _Restores:
+    """An edge: nothing is left in the parameters of a swap that failed. Does not keep the average."""
+
+    def __init__(self, average: Ema) -> None:
+        self._average = weakref.ref(average)
+
+    def __call__(self) -> None:
+        average = self._average()
+        if average is not None:
+            average.restore()
 
 
 def ema(model: nn.Module, decay: float = 0.999) -> Ema:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from threading import get_ident
 from typing import Protocol, TypeVar
 
 from unwall.tiers.block import Block
@@ -22,22 +23,26 @@ class User(Protocol):
 
 
 class _Taken:
-    """Stands for a user that is about to be known."""
+    """Stands for a user that is about to be known. The thread that took it lends it before it takes anything else: where that
+    thread finds it again, it was interrupted in between, and the memory is idle."""
 
-    settled = False
+    def __init__(self) -> None:
+        self._thread = get_ident()
+
+    @property
+    def settled(self) -> bool:
+        return get_ident() == self._thread
 
     def stop(self) -> None:
         """Nothing is under way yet."""
-
-
-_TAKEN = _Taken()
 
 
 class Lendable:
     """Blocks that one user has at a time. They are taken from the start: whoever makes them lends them to a user."""
 
     def __init__(self) -> None:
-        self._user: Callable[[], User | None] = lambda: _TAKEN
+        self._user: Callable[[], User | None]
+        self.take()
 
     def held(self) -> Iterable[Block]:
         """The blocks."""
@@ -45,7 +50,8 @@ class Lendable:
 
     def take(self) -> None:
         """From now on it is the caller's, who lends it."""
-        self._user = lambda: _TAKEN
+        taken = _Taken()
+        self._user = lambda: taken
 
     def lend(self, user: User) -> None:
         """From now on it is that user's, until it is settled or gone."""

@@ -40,9 +40,10 @@ def check_options(mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]
 
 
 def _check_option(what: str, name: str, value: Any, default: Any) -> None:
-    """Numbers stay numbers, pairs of numbers pairs. Whatever else an option is, is the optimizer's business."""
+    """Numbers stay numbers, pairs of numbers pairs. Whatever else an option is, is the optimizer's business. So is a limit that
+    is infinite where nothing is limited."""
     if _is_number(default):
-        if not _is_number(value) or not math.isfinite(value):
+        if not _is_number(value) or (math.isfinite(default) and not math.isfinite(value)):
             raise ValueError(f"{what} is {value!r}, expected a number")
         if name in NOT_NEGATIVE and float(value) < 0:
             raise ValueError(f"{what} is {value!r}, expected a number that is not negative")

@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+UNSCALED = (
+    "a step with fp16 gradients whose loss was not scaled: gradients below 6e-8 are zero. Write "
+    "optimizer.scale(loss).backward(), or use torch.amp.GradScaler, or Plan(compute_dtype=torch.bfloat16), which needs no scale"
+)
+
 
 @dataclass
 class LossScaler:

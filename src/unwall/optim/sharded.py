@@ -1,8 +1,9 @@
 """What every optimizer of a sharded model shares: finding gradients, norm, clipping, loss scale, updates group by group."""
 
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -17,29 +18,21 @@ from unwall.optim.group_update import host_work, make_states, settle, spans_in_m
 from unwall.optim.measure import Held, measure
 from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
+from unwall.optim.param_check import GONE, checked
 from unwall.optim.param_states import NumbersOfAll, ParamNumbers, ParamStates, refuse_forgetting
 from unwall.optim.rule import UpdateRule
 from unwall.optim.runs import Run
-from unwall.optim.scaler import LossScaler
+from unwall.optim.scaler import UNSCALED, LossScaler
 from unwall.optim.seen_states import seen_specs
 from unwall.optim.step_hooks import hooks_told
 from unwall.optim.step_numbers import numbers_of
 from unwall.optim.updates import Factor, HostUpdate, Work
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of, owners
-from unwall.runtime.newcomers import take_in_with
 from unwall.schedule.agreement import in_backward
 from unwall.shards.group import Group
 
 Found = tuple[Engine, Group, int]
-_GONE = (
-    "the model whose parameters this optimizer updates is gone, and its values with it: keep the model for as long as it is "
-    "trained"
-)
-UNSCALED = (
-    "a step with fp16 gradients whose loss was not scaled: gradients below 6e-8 are zero. Write "
-    "optimizer.scale(loss).backward(), or use torch.amp.GradScaler, or Plan(compute_dtype=torch.bfloat16), which needs no scale"
-)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -85,22 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- the torch.optim face -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        params = param_group.get("params")
-        if isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-            param_group = {**param_group, "params": list(params)}
-        listed = param_group["params"]
-        for param in [listed] if isinstance(listed, torch.Tensor) else listed:
-            tensor: Any = param[1] if isinstance(param, tuple) else param
-            engine = engine_of(tensor)
-            if engine is None or engine.changed:
-                take_in_with(tensor)  # it may have come after shard
-            if engine_of(tensor) is None:
-                raise ValueError(
-                    f"a parameter of shape {tuple(tensor.shape)} does not belong to a sharded model: call unwall.shard(model) "
-                    "first, then build the optimizer from model.parameters(). What Plan(ignore=...) leaves alone needs an "
-                    "optimizer of its own"
-                )
-        super().add_param_group(param_group)
+        super().add_param_group(checked(param_group))
         for engine in self.engines():
             if not any(looker() == self._clip_now for looker in engine.lookers):
                 engine.lookers.append(weakref.WeakMethod(self._clip_now))
@@ -255,7 +233,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count_params(self, held: list[Held]) -> None:
         """One more step of every parameter that is updated, in however many slots it lies."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters of a class that asks are hashed
-            for param in {engine.groups[index].params[slot] for engine, index, slots in held for slot in slots}:
+            found = (engine.groups[index].params[slot] for engine, index, slots in held for slot in slots)
+            for param in {id(param): param for param in found}.values():
                 numbers = self.state[param]
                 numbers["step"] = numbers.get("step", 0) + 1
 
@@ -274,7 +253,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _nothing_to_update(self) -> None:
         """A step without gradients."""
         if not self.engines() and any(True for _ in self._params()):
-            raise RuntimeError(_GONE)
+            raise RuntimeError(GONE)
 
     def engines(self) -> list[Engine]:
         """The sharded models whose parameters this optimizer updates."""
@@ -291,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _engine_of(param: nn.Parameter) -> Engine:
         engine = engine_of(param)
         if engine is None:
-            raise RuntimeError(_GONE)
+            raise RuntimeError(GONE)
         return engine
 
     def places(self, param: nn.Parameter) -> list[Found]:
@@ -300,17 +279,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [(engine, engine.groups[place.group], place.slot) for place in engine.places[id(param)]]
 
     def _params(self) -> Iterator[nn.Parameter]:
-        for group in self.param_groups:
-            yield from group["params"]
+        return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _held(self) -> Iterator[tuple[Engine, int, set[int]]]:
         """Groups with gradients of this optimizer's parameters, and which slots those are."""
         mine: dict[tuple[int, int], tuple[Engine, set[int]]] = {}
         there: dict[int, list[set[int]]] = {}
-        for engine in self.engines():
+        engines = self.engines()
+        for engine in engines:
             there[id(engine)] = [gradient.present | gradient.pending for gradient in engine.gradients]
         for param in self._params() if any(map(any, there.values())) else ():
-            engine = self._engine_of(param)
+            engine = engines[0] if len(engines) == 1 and id(param) in engines[0].places else self._engine_of(param)
             for index, slot in engine.places[id(param)]:
                 if slot in there[id(engine)][index]:
                     mine.setdefault((id(engine), index), (engine, set()))[1].add(slot)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from unwall.optim.runs import Run
 from unwall.optim.shadows import Shadow
-from unwall.optim.updates import HostUpdate
+from unwall.optim.updates import HostUpdate, Rest
 from unwall.shards.states import StateKey
 from unwall.shards.store import Store
 from unwall.tiers.ticket import Ticket
@@ -57,7 +57,7 @@ class Speculation:
     generation: int
     """Of the group."""
     landing: Ticket | None
-    compute: Callable[[], None] = lambda: None
+    compute: Callable[[], Rest | None] = lambda: None
     wanted: Wanted = Wanted.YES
     progress: Progress = Progress.QUEUED
     commit: HostUpdate | None = None
@@ -72,14 +72,34 @@ class Speculation:
                 return True
             return False
 
-    def run(self) -> None:
-        """A failure is no error yet: ``step`` will update in place."""
+    def run(self) -> Rest | None:
+        """A failure is no error yet: ``step`` will update in place. What is left goes on beside the next update."""
         try:
-            self.compute()
-            self.progress = Progress.FINISHED
+            rest = self.compute()
         except Exception:
-            self.progress = Progress.FAILED
+            self._end_as(Progress.FAILED)
+            return None
+        if rest is None:
+            self._end_as(Progress.FINISHED)
+            return None
+        return Rest(lambda: self._finish(rest), ())
+
+    def _finish(self, rest: Rest) -> None:
+        try:
+            rest.finish()
+        except Exception:
+            self._end_as(Progress.FAILED)
+        else:
+            self._end_as(Progress.FINISHED)
+
+    def _end_as(self, progress: Progress) -> None:
+        self.progress = progress
         self._ended.set()
+
+    def await_end(self) -> None:
+        """What was begun has ended, well or not."""
+        if self.progress is Progress.RUNNING:
+            self._ended.wait()
 
     def want(self, wanted: Wanted) -> None:
         with self._lock:
@@ -107,8 +127,7 @@ class Speculation:
             self.commit.wait()
             return
         self.want(Wanted.NO)
-        if self.progress is Progress.RUNNING:
-            self._ended.wait()
+        self.await_end()
 
 
 class Speculations:
@@ -155,14 +174,13 @@ class Speculations:
         with self._lock:
             return self._next() is speculation
 
-    def run_next(self) -> None:
+    def run_next(self) -> Rest | None:
         """On the thread that updates. See [Note: newest first]: each time the best of those that wait."""
         with self._lock:
             found = self._next()
             if found is not None:
                 self._line.remove(found)
-        if found is not None and found.begin():
-            found.run()
+        return found.run() if found is not None and found.begin() else None
 
     def _next(self) -> Speculation | None:
         self._prune()

@@ -16,6 +16,7 @@ from unwall.shards.control import DivergedError
 
 if TYPE_CHECKING:
     from unwall.optim.sharded import ShardedOptimizer
+    from unwall.schedule.backend import AgreementBackend
 
 
 def hooks_told(step: "Callable[..., Any]") -> "Callable[..., Any]":
@@ -38,11 +39,20 @@ def hooks_told(step: "Callable[..., Any]") -> "Callable[..., Any]":
         except DivergedError:  # all ranks know of it
             raise
         except BaseException as error:
-            engines = [engine for engine in optimizer.engines() if engine.ranks.size > 1] if optimizer.in_hooks else []
-            if engines and engines[0].executor.agreement.fail_alone(error):  # whoever waits in another model hears of it, too
+            apart = [each.fail_alone(error) for each in _one_of_each_set(optimizer)] if optimizer.in_hooks else []
+            if any(apart):
                 error.add_note(APART)
             raise
         finally:
             optimizer.in_hooks = False
 
     return told
+
+
+def _one_of_each_set(optimizer: "ShardedOptimizer") -> "list[AgreementBackend]":
+    """One model of each set of ranks is enough: whoever waits there in another model hears of it, too."""
+    found: dict[int, AgreementBackend] = {}
+    for engine in optimizer.engines():
+        if engine.ranks.size > 1:
+            found.setdefault(id(engine.ranks.control.watch), engine.executor.agreement)
+    return list(found.values())

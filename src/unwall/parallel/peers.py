@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unwall.parallel.mesh import names_of
 from unwall.shards.control import DivergedError
-from unwall.shards.watch import ANSWER_S, CERTAIN, LOOK_S
+from unwall.shards.looking import LOOK_S
+from unwall.shards.watch import ANSWER_S, CERTAIN
 
 if TYPE_CHECKING:
     from unwall.runtime.engine import Engine

@@ -13,8 +13,9 @@ from unwall.planner.job import activation_bytes
 from unwall.planner.mesh_cost import MeshCost
 from unwall.planner.outline import Outline
 from unwall.planner.pace import dtype_name
-from unwall.planner.predict import Prediction
+from unwall.planner.predict import Prediction, kept_share
 from unwall.planner.search import AS_FAST, Search, Tried, Verdict
+from unwall.planner.words import seconds
 from unwall.planner.workload import Keeping, Workload
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import TierName
@@ -142,7 +143,8 @@ def choose(
     return ChosenPlan(
         **plan, name=best.candidate.name, model=outline.description.name,
         model_params=outline.description.params, rooms=_rooms(hardware, allowance), machine=hardware.name, ranks=ranks,
-        workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost), advice=tuple(_advice(best)),
+        workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost),
+        advice=(*_advice(best), *_second_copy(search, best)),
         kept=best.job.activations, kept_otherwise=_otherwise(search, best, kept, compare), weight_tiles=best.job.tiles,
     )  # fmt: skip
 
@@ -220,12 +222,24 @@ def _rooms(hardware: Hardware, allowance: Allowance) -> dict[TierName, int]:
 
 
 def _advice(best: Tried) -> list[str]:
-    load, found = best.job.workload, []
+    load = best.job.workload
+    samples = f"{load.batch} sample{'s' * (load.batch != 1)} per rank"
     if load.passes > 1:
-        found.append(f"run {load.passes} passes of {load.batch} samples per rank, then step: their gradients add up")
-    else:
-        found.append(f"run one pass of {load.batch} samples per rank, then step")
-    return found
+        return [f"run {load.passes} passes of {samples}, then step: their gradients add up"]
+    return [f"run one pass of {samples}, then step"]
+
+
+def _second_copy(search: Search, best: Tried) -> list[str]:
+    """Where parameters are gathered again from other nodes, and keeping them once more in each node would be faster."""
+    inside, ranks = search.hardware.devices_per_node, search.ranks
+    if not 1 < inside < ranks or ranks % inside or best.job.plan.stage != 3 or kept_share(best.job) == 1.0:
+        return []
+    fields = {**best.candidate.fields, "replica": "node", "node_ranks": inside}
+    made = search.look(dataclasses.replace(best.candidate, fields=fields))
+    if not isinstance(made, Tried) or made.prediction.step_s * AS_FAST > best.prediction.step_s:
+        return []
+    less = seconds(made.prediction.step_s)
+    return [f"with replica='node', node_ranks={inside} a step would take {less}: backward gathers inside the node"]
 
 
 def _nothing_fits(

@@ -21,6 +21,8 @@ LIMIT_S = 0.3
 HEAT_S = 1.5
 """How long an accelerator is kept busy before it is timed."""
 COPY_BYTES = 128 << 20
+AT_ONCE = 8
+"""Collectives that share ``COPY_BYTES`` on a host."""
 UPDATE_NUMEL = 6 << 20
 """Parameters per thread: 14 bytes each, far more than its share of the caches."""
 DISK_BYTES = 256 << 20
@@ -173,7 +175,8 @@ def block_rate(dtype: torch.dtype, device: torch.device) -> tuple[float, float] 
     width, inner, seq, batches = (4096, 11008, 2048, (1, 4)) if device.type == "cuda" else (512, 1408, 128, (1, 4))
     layers = 2
     try:
-        model = nn.Sequential(*(_Block(width, inner, width // 64) for _ in range(layers))).to(device, dtype)
+        with device:  # 400 million random numbers take seconds on one core
+            model = nn.Sequential(*(_Block(width, inner, width // 64) for _ in range(layers))).to(dtype)
         inputs = [torch.randn(batch, seq, width, device=device, dtype=dtype) for batch in batches]
         works = [lambda x=x: model(x).sum().backward() for x in inputs]
         on_host = device.type != "cuda"
@@ -216,12 +219,22 @@ def disk_rates(directory: Path) -> tuple[float, float, float]:
 
 
 def collective_rate(device: torch.device) -> float:
-    """Bytes per second that each rank sends in an all-gather. Zero where there is one rank. All ranks call it together."""
+    """Bytes per second that each rank sends in all-gathers. Zero where there is one rank. All ranks call it together.
+
+    As a step does it: on a host some of them are on their way at once, because gloo leaves a link idle in between where there
+    is only one. How many rounds there are is the same for all ranks, or one would wait for another that has stopped."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return 0.0
-    ranks = dist.get_world_size()
-    part = torch.zeros(COPY_BYTES // 4 // ranks, device=device)
-    whole = torch.zeros(part.numel() * ranks, device=device)
+    ranks, at_once = dist.get_world_size(), 1 if device.type == "cuda" else AT_ONCE
+    parts = [torch.zeros(COPY_BYTES // 4 // ranks // at_once, device=device) for _ in range(at_once)]
+    wholes = [torch.zeros(part.numel() * ranks, device=device) for part in parts]
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    seconds = best_s(lambda: call(whole, part), device)
-    return 4 * whole.numel() * (ranks - 1) / ranks / seconds
+
+    def work() -> None:
+        for each in [call(whole, part, async_op=True) for whole, part in zip(wholes, parts, strict=True)]:
+            each.wait()
+
+    rounds = torch.tensor([min(ROUNDS, max(1, int(LIMIT_S / best_s(work, device, rounds=1, limit_s=0.0))))], device=device)
+    dist.broadcast(rounds, 0)
+    seconds = best_s(work, device, rounds=int(rounds), limit_s=float("inf"))
+    return 4 * sum(whole.numel() for whole in wholes) * (ranks - 1) / ranks / seconds

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unwall.json_files import read_json
-from unwall.planner import measure
+from unwall.planner import measure, remembered
 from unwall.planner.hardware import Hardware, HardwareError, from_dict
 from unwall.planner.pace import dtype_name
 from unwall.tiers.device import default_device
@@ -55,9 +55,8 @@ def _processor() -> str:
 
 def cache_file(found: dict[str, Any] | None = None) -> Path:
     """Where the measurements of this machine are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     key = hashlib.sha256(json.dumps(found or fingerprint(), sort_keys=True).encode()).hexdigest()[:16]
-    return Path(base) / "unwall" / f"machine-{key}.json"
+    return remembered.folder() / remembered.NAMES.format(key)
 
 
 def probe(

@@ -122,6 +122,8 @@ def _memory(run: Run) -> str:
             Curve("held", tier, run.values("live_bytes", tier)),
             Curve("peak so far", f"{tier} thin", run.values("peak_bytes", tier)),
         ]
+        if tier == "device":
+            curves.append(Curve("torch's peak, with activations", "c5 thin", run.values("allocated_bytes")))
         if not any(value for curve in curves for _, value in curve.points):
             continue
         levels = []
@@ -188,6 +190,10 @@ def _against_plan(run: Run) -> str:
         predicted = run.number("prediction", "peak_bytes", tier)
         if predicted or (peaks and max(peaks)):
             add(f"{tier}, peak", predicted, max(peaks) if peaks else None, _bytes)
+    held = [value for _, value in run.values("allocated_bytes")]
+    terms = run.field("prediction", "terms_bytes", "device")
+    if held and isinstance(terms, dict):
+        add("device, with activations", sum(filter(is_number, terms.values())), max(held), _bytes)
     if not any(row[1] for row in rows):
         return f"<p>There is no prediction in run.json to compare with.</p>{_table(rows)}" if rows else ""
     return _plan_line(run) + _table(rows)

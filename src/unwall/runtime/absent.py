@@ -219,6 +219,18 @@ class Absent(nn.Parameter):
         else:
             keeper.put(self, value)
 
+    def set_(self, *args: Any, **kwargs: Any) -> nn.Parameter:
+        """Another memory, as ``data = tensor`` gives it (``parametrize`` does it). torch would ask nobody."""
+        keeper = keeper_of(self)
+        if keeper is not None and keeper.running:
+            keeper.bring(self)
+        if keeper is None or not is_absent(self):
+            T.set_(self, *args, **kwargs)
+        else:
+            whole = len(args) == 1 and isinstance(args[0], T)
+            keeper.put(self, args[0].detach() if whole else torch.empty(0, dtype=_dtype(self)).set_(*args, **kwargs))
+        return self
+
 
 _ABSENT: dict[type, type] = {Absent: nn.Parameter}
 """The classes of absent parameters, and what they are of otherwise."""
@@ -250,7 +262,7 @@ def _absent_dtensor() -> Any:
 
     own = ("to_local", "full_tensor", "redistribute", "__repr__")
     members: dict[str, Any] = {name: asking(getattr(DTensor, name)) for name in own}
-    members |= {name: Absent.__dict__[name] for name in ("__torch_function__", "data")}
+    members |= {name: Absent.__dict__[name] for name in ("__torch_function__", "data", "set_")}
     made = type("AbsentDTensor", (DTensor,), {"__slots__": (), "__doc__": Absent.__doc__, **members})
     _ABSENT[made] = DTensor
     return made

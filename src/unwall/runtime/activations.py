@@ -17,15 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from unwall.runtime.activation_room import ActivationRoom
 from unwall.runtime.auto import Auto
+from unwall.runtime.beside import Beside
 from unwall.runtime.block_call import BlockCall
 from unwall.runtime.card import CountedCard, card_of
 from unwall.runtime.engine import Engine
 from unwall.runtime.kept_input import InArena
 from unwall.runtime.partitioned import Partition
-from unwall.runtime.recompute import recompute_blocks, repeated_blocks
+from unwall.runtime.recompute import put_around, recompute_blocks, repeated_blocks
 from unwall.runtime.saved_on_disk import SavedOnDisk
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.runtime.sequence_tiles import Tiles
+from unwall.runtime.try_again import try_layers_again
 from unwall.schedule.limit import Limit
 
 
@@ -36,6 +38,8 @@ def arrange_activations(engine: Engine, model: nn.Module) -> None:
         Tiles(model, tiles)
     if kind == "auto":
         decide_by_measuring(engine, model)
+    blocks = [block for _, block in repeated_blocks(model)] if engine.activations is not None else []
+    try_layers_again(engine, model, blocks)
     if kind in ("recompute", "host", "disk"):
         found = recompute_blocks(model, _how(engine))
         if kind == "recompute" and not found:
@@ -86,25 +90,31 @@ def decide_by_measuring(engine: Engine, model: nn.Module) -> None:
 
     mover = _mover(engine)
     mover.active = False
-    auto = engine.activations = Auto(engine, len(blocks), room, mover, _is_state(engine))
+    auto = engine.activations = Auto(engine, len(blocks), room, mover, _is_state(engine), Beside(model, blocks))
     if engine.plan.sequence_tiles is None and device.type == "cuda":
         auto.tiles = Tiles(model)
     form = _form(engine)
     for number, block in enumerate(blocks):
-        if block._compiled_call_impl is None:
-            block.forward = _decided(auto, number, BlockCall(block, block.forward, device, form))
-        else:
-            call = BlockCall(block, block._compiled_call_impl, device, form)
-            block._compiled_call_impl = _decided(auto, number, call)
+        put_around(block, functools.partial(_decided, auto, number, block, form=form, device=device))
 
 
-def _decided(auto: Auto, number: int, block: BlockCall) -> Callable[..., Any]:
+def _decided(
+    auto: Auto,
+    number: int,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    form: Partition | InArena | None,
+    device: torch.device,
+) -> Callable[..., Any]:
     """The same forward, whose activations are kept, moved or computed again."""
+    block = BlockCall(module, forward, device, form)
 
     @functools.wraps(block.forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return block.forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return auto.call_kept(block, args, kwargs)
         return auto.call(number, block, args, kwargs)
 
     return run

@@ -1,10 +1,11 @@
 """``Plan(activations="auto")``: measures the first passes, then decides for each block, and again where passes change.
 
 [Note: first passes]
-In the first pass nothing is known: blocks are kept for as long as there is room for two more of them, then recomputed. Where
-that fails for want of memory, the block that failed runs again ([Note: run again] in block_call.py), and the rest of the pass
-is recomputed. From then on the pure decision of schedule/activations.py counts, by what was measured. A pass with another
-number of tokens is decided for in proportion when its first block begins; one with more than ever before is measured.
+In the first pass nothing is known: blocks are kept for as long as there is room for all that may come ([Note: the first pass]
+in activation_room.py), then recomputed. Where that fails for want of memory, the block that failed runs again ([Note: run
+again] in block_call.py), and the rest of the pass is recomputed. From then on the pure decision of schedule/activations.py
+counts, by what was measured. A pass with another number of tokens is decided for in proportion when its first block begins; one
+with more than ever before is measured.
 
 [Note: one decision]
 Ranks exchange what they measured at the beginning of passes with certain numbers, the same on every rank, and decide by the
@@ -22,14 +23,18 @@ from typing import Any
 
 import torch
 
+from unwall.runtime import transforms
 from unwall.runtime.activation_room import ActivationRoom
+from unwall.runtime.beside import Beside
 from unwall.runtime.block_call import BlockCall, caches_in, given_tensors, is_filled, moving
 from unwall.runtime.census import Census
-from unwall.runtime.engine import ActivationStats, Engine
+from unwall.runtime.counts import ActivationStats
+from unwall.runtime.engine import Engine
 from unwall.runtime.link_speed import link_of
 from unwall.runtime.recompute import inside_checkpoint
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.runtime.sequence_tiles import Tiles
+from unwall.runtime.try_again import make_room
 from unwall.schedule.activations import NO_LINK, Choice, Measured, everywhere, held_bytes, moved_bytes, peak_bytes
 from unwall.schedule.observed import Observed, is_met, worst
 
@@ -44,7 +49,8 @@ STEPS = 64
 class Auto:
     """The blocks of one model: what becomes of their activations, pass by pass. See [Note: first passes].
 
-    ``stays`` says which tensors are no activations. ``mover`` takes what is moved to the host.
+    ``stays`` says which tensors are no activations. ``mover`` takes what is moved to the host. ``beside`` estimates what is
+    not in blocks.
     """
 
     def __init__(
@@ -54,13 +60,17 @@ class Auto:
         room: Callable[[Callable[[], int]], ActivationRoom],
         mover: SavedOnHost,
         stays: Callable[[torch.Tensor], bool],
+        beside: Beside,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._saved = engine.forward.saved
         self._device = engine.device.device
         self._count = blocks
+        self._comes_and_goes = any(group.fetch_bytes for group in engine.groups)
+        """Something could be dropped."""
         self._mover = mover
         self._stays = stays
+        self._beside = beside
         self.tiles: Tiles | None = None
         """Where one block alone does not fit, its token-wise modules run in more of them. None: the plan says how many."""
         self.left_alone = False
@@ -75,6 +85,7 @@ class Auto:
         self._census: Census | None = None
         self._observed: Observed | None = None
         self._passes = self._size = self._held = 0
+        self._beside_bytes = self._input_bytes = 0
         self._ratio = 1.0
         self._measure_next = self._recompute_rest = self._plain = False
         self._caches: dict[int, bool] = {}
@@ -124,7 +135,7 @@ class Auto:
             self._observed = fresh
             self._ratio = 1.0
             self._decided.clear()
-        self._size = self._held = 0
+        self._size = self._held = self._beside_bytes = self._input_bytes = 0
         self._recompute_rest = False
         self._caches.clear()
         self._room.begin()
@@ -148,13 +159,23 @@ class Auto:
             return None
         blocks = tuple(census.read())
         self._held = 0
+        held = sum(held_bytes(*pair) for pair in zip(blocks, self.used, strict=True))
         largest = max(block.kept_bytes for block in blocks)
-        beyond, left = self._room.beyond_bytes(peak_bytes(blocks, self.used), largest), self._room.left_bytes()
-        link = NO_LINK
-        if peak_bytes(blocks, everywhere("keep", blocks)) + beyond > left:
-            link = link_of(engine, SavedOnHost.flight_of(left))
-            self._mover.bound(left, link.host_bytes)
-        return Observed(self._size, blocks, beyond, left, link)
+        beyond, loss = self._room.beyond_bytes(held, peak_bytes(blocks, self.used), largest, self._known(), self._beside_bytes)
+        found = Observed(self._size, blocks, beyond, self._room.left_bytes(), NO_LINK, loss)
+        if found.needed_bytes(1.0, everywhere("keep", blocks)) > found.room_bytes:
+            link = link_of(engine, SavedOnHost.flight_of(found.room_bytes))
+            self._mover.bound(found.room_bytes, link.host_bytes)
+            found = found._replace(link=link)
+        return found
+
+    def _known(self) -> tuple[int, int] | None:
+        """What a pass as large as the last one is known to need besides its blocks."""
+        before = self._observed
+        if before is None:
+            return None
+        ratio = self._size / before.size
+        return int(before.beyond_bytes * ratio), int(before.loss_bytes * ratio)
 
     def _decide(self, observed: Observed, *, may_move: bool) -> None:
         step = max(1, observed.room_bytes // STEPS)
@@ -165,12 +186,11 @@ class Auto:
             self._decided[key] = observed.best(self._ratio, room, observed.link if may_move else NO_LINK)
         self._choices = self._decided[key]
         self.blocks = tuple(observed.scaled(self._ratio))
-        lacks = peak_bytes(self.blocks, self._choices) > room - observed.beyond_bytes
-        if lacks and may_move and self.tiles is not None and self.tiles.more():
+        needed = observed.needed_bytes(self._ratio, self._choices)
+        if needed > room and may_move and self.tiles is not None and self.tiles.more():
             self._measure_next = True
-        tight = peak_bytes(self.blocks, self._choices) + observed.beyond_bytes > 0.9 * room
         kept = all(choice == "keep" for choice in self._choices)
-        self._plain = kept and not tight and self._census is None
+        self._plain = kept and needed <= 0.9 * room and self._census is None
 
     def _place_mover(self) -> None:
         """Saved tensors go through the mover only where something moves."""
@@ -190,14 +210,16 @@ class Auto:
             self._begin_blocks(args, kwargs)
         if self._plain or self.left_alone:
             self.used[number] = "keep"
-            return block.keep(args, kwargs)
-        choice = self.used[number] = self._choice(number, kwargs)
+            return block.keep(args, kwargs) if self.left_alone else self.call_kept(block, args, kwargs, number)
+        choice = self.used[number] = self._choice(number, args, kwargs)
         run = functools.partial(self._run, choice, block, args, kwargs)
         census = self._census
         kept = 0 if census is None else census.kept_bytes[number]
 
+        filled = self._is_filled(kwargs)
+
         def free(error: BaseException) -> bool:
-            if not self._free(error):
+            if filled or not block.leaves_nothing(args, kwargs) or not self.free(error):
                 return False
             self.used[number] = "recompute"
             if census is not None:
@@ -207,7 +229,34 @@ class Auto:
         with nullcontext() if census is None else census.counting(number, block.inputs(args, kwargs), lambda: block.taker):
             output = block.survive(run, args, kwargs, free)
         self._count_held(number)
+        if census is not None and isinstance(first := output[0] if isinstance(output, tuple) else output, torch.Tensor):
+            self._tell_when_reached(first)
         return output
+
+    def call_kept(self, block: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any], number: int | None = None) -> Any:
+        """Where all is kept, and without gradients. Of several ranks none runs a block again that may have collectives of the
+        user's, but for what they expect in a pass that is measured, or tight."""
+        engine = self._engine()
+        if engine is None or engine.ranks.size > 1 or not self._comes_and_goes:
+            return block.keep(args, kwargs)
+
+        filled = number is not None and self._is_filled(kwargs)
+
+        def free(error: BaseException) -> bool:
+            if filled or not self.free(error):
+                return False
+            if number is not None:
+                self.used[number] = "recompute"
+                self._plain = False
+            return True
+
+        return block.try_kept(args, kwargs, free)
+
+    def _tell_when_reached(self, output: torch.Tensor) -> None:
+        """In a pass that is measured: when backward comes to a block."""
+        room = self._room
+        if output.requires_grad and not transforms.inside():
+            output.register_hook(lambda _: room.reached())
 
     def _begin_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first block of a pass: how large the pass is."""
@@ -224,15 +273,26 @@ class Auto:
             self._decide(observed, may_move=self._mover in self._saved.layers)
             self._plain = self._plain and ratio <= CHANGED
 
-    def _choice(self, number: int, kwargs: dict[str, Any]) -> Choice:
-        if any(self._caches.setdefault(id(cache), is_filled(cache)) for cache in caches_in(kwargs)):
+    def _choice(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice:
+        if self._is_filled(kwargs):
             return "keep"  # what is in the cache belongs to the block's input
         if self._recompute_rest:
             return "recompute"
         if self._choices:
             return self._choices[number]
         assert self._census is not None
-        return "keep" if 2 * max(self._census.kept_bytes) <= self._least(self._room.left_now_bytes()) else "recompute"
+        given = given_tensors(args, kwargs)
+        self._beside_bytes = max(self._beside_bytes, self._beside.nbytes(given))
+        self._input_bytes = max(self._input_bytes, given[0].nbytes if given else 0)
+        behind, kept = self._count - number - 1, self._census.kept_bytes
+        needed = self._room.first_bytes(kept, self._input_bytes, behind, self._beside_bytes)
+        return "keep" if self._least(self._room.left_now_bytes() - needed) >= 0 else "recompute"
+
+    def _is_filled(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a cache had something in it when the pass came to it."""
+        found = caches_in(kwargs)
+        self._caches |= {id(cache): is_filled(cache) for cache in found if id(cache) not in self._caches}
+        return any(self._caches[id(cache)] for cache in found)
 
     def _least(self, room_bytes: int) -> int:
         """The least of the tensor ranks' room. See [Note: one decision]."""
@@ -254,19 +314,17 @@ class Auto:
             found = self.blocks[number]
         self._held += held_bytes(found, self.used[number])
 
-    def _free(self, error: BaseException) -> bool:  # noqa: ARG002 (by whom it was met is not asked yet)
-        """An out-of-memory in a block. False where it cannot be helped: the other ranks were told of it already."""
+    def free(self, error: BaseException) -> bool:  # noqa: ARG002 (by whom it was met is not asked yet)
+        """An out-of-memory in a forward. False where it cannot be helped: the other ranks were told of it already."""
         engine = self._engine()
-        if engine is None or (engine.ranks.size > 1 and engine.executor.agreement.failed):
+        if engine is None or engine.others.tensor:  # they run the block together: it cannot run again on this one alone
             return False
-        if engine.others.tensor:  # they run the block together: it cannot run again on this one alone
+        if not make_room(engine):
             return False
         self.survived += 1
         self._recompute_rest = True
         self._room.failed()
         self._decided.clear()
-        engine.executor.drop_cache()
-        engine.device.give_back()
         return True
 
     def _leave_alone(self) -> None:

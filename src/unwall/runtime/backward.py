@@ -8,7 +8,6 @@ that parameter's gradient, so "all gradients in" means "read no more". What cann
 a gradient that never comes) stays pinned to the end of the pass: memory, never a wrong value.
 """
 
-import weakref
 from collections.abc import Callable, Iterable
 
 import torch
@@ -16,37 +15,19 @@ from torch import nn
 
 from unwall.native import interrupts
 from unwall.runtime import transforms
+from unwall.runtime.arrived import Arrived
 from unwall.runtime.calls import Call
-from unwall.runtime.graph_task import GraphTask, GraphTasks
+from unwall.runtime.graph_task import GraphTask, GraphTasks, node_number
 from unwall.runtime.places import Place, Places
 from unwall.runtime.tile_gradients import TileGradients, Write
 from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence, close_all
-from unwall.shards.local import local_gradient
+from unwall.shards.local import is_distributed, local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
 
-
-class Arrived:
-    """After autograd has accumulated a parameter's gradient. Held by autograd, out of the garbage collector's sight."""
-
-    comes_last = True
-    """Hooks of the user's that come after ``shard`` find the gradient where autograd has put it."""
-
-    def __init__(self, backward: "Backward") -> None:
-        self._backward = weakref.ref(backward)
-
-    def __call__(self, param: nn.Parameter) -> None:
-        backward = self._backward()
-        if backward is None:
-            return
-        try:
-            with interrupts.deferred:
-                backward.arrived(param)
-        except BaseException as error:
-            backward.failed(error)
-            raise
+_TENSOR = torch.Tensor
 
 
 class Backward:
@@ -86,6 +67,8 @@ class Backward:
         self._hooked: set[int] = set()
         self.arrivals = 0
         """Gradients that have come, ever."""
+        self.with_graph: set[tuple[Place, ...]] = set()
+        """Of the backward that runs, parameters whose gradients came with a graph of their own: see runtime/held_grad.py."""
         self._on_gradient = Arrived(self)
 
     # -- what forward announces ---------------------------------------------------------------------------------------
@@ -127,6 +110,7 @@ class Backward:
         self.forget_interrupted()
         self._executor.pins.clear_soft()
         self._open_calls = [0] * len(self._open_calls)
+        self.with_graph.clear()
         self.tiles.restart()
 
     def ended_unseen(self) -> bool:
@@ -140,6 +124,7 @@ class Backward:
             self.failed("its backward ended with an exception")
             self._executor.agreement.rejoin()
             self._end()
+            self.with_graph.clear()
 
     def failed(self, error: BaseException | str) -> None:
         """A gradient could not be taken: the other ranks are told."""
@@ -186,14 +171,17 @@ class Backward:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
         task = torch._C._current_graph_task_id()
         if task != -1:
-            number = _node_number()
-            if task not in self._reads or self._reads[task][0] != number:
-                self._reads[task] = number, set()
-            self._reads[task][1].add(index)
+            node, known = torch._C._current_autograd_node(), self._reads.get(task)
+            number = -1 if node is None else node._sequence_nr()
+            if known is None or known[0] != number:
+                self._reads[task] = number, {index}
+            else:
+                known[1].add(index)
             if task not in self._tasks:  # a backward inside a call that holds the group: its end must be heard of, too
                 with interrupts.deferred:
                     self._note_task()
-        if self._executor.groups[index].residence is not Residence.RESIDENT or not self._executor.is_pinned(index):
+        executor = self._executor
+        if executor.groups[index].residence is not Residence.RESIDENT or not executor.pins.holds(index):
             with interrupts.deferred:
                 if task != -1:
                     self._note_task()
@@ -208,7 +196,7 @@ class Backward:
         """Groups that a node at work was given tensors of: the one that runs now, and those around a backward in a backward."""
         task, found = torch._C._current_graph_task_id(), set[int]()
         for reader, (number, groups) in self._reads.items():
-            if reader != task or number == _node_number():
+            if reader != task or number == node_number():
                 found |= groups
         return found
 
@@ -229,23 +217,26 @@ class Backward:
         places = self._places[id(param)]
         for index, _ in places:
             self._arriving(index)
-        if torch.is_grad_enabled():  # with create_graph
+        if grad.is_sparse or type(grad) is not _TENSOR or is_distributed(param):
             with torch.no_grad():
-                self._take_all(param, places, grad)
+                grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
+        if torch.is_grad_enabled():  # with create_graph
+            self.with_graph.add(places)
+            with torch.no_grad():
+                self._take_all(places, grad)
         else:
-            self._take_all(param, places, grad)
-        if self._executor.has_reduced:
+            for index, slot in places:
+                self._take(index, slot, grad)
+        if self._executor.reduced:
             self._hand_out()
 
-    def _take_all(self, param: nn.Parameter, places: tuple[Place, ...], grad: torch.Tensor) -> None:
-        grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
+    def _take_all(self, places: tuple[Place, ...], grad: torch.Tensor) -> None:
         for index, slot in places:
             self._take(index, slot, grad)
 
     def _take(self, index: int, slot: int, grad: torch.Tensor) -> None:
         gradient, executor = self._gradients[index], self._executor
-        nbytes = gradient.flat_bytes
-        if not executor.fits(nbytes):
+        if not executor.fits_all and not executor.fits(nbytes := gradient.flat_bytes):
             executor.make_room_before(nbytes, keep=index)
             executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
         gradient.take(slot, grad)
@@ -356,9 +347,3 @@ class Backward:
             elif gradient.arrived:
                 self._keep_local(index)
         self._executor.end_pieces()
-
-
-def _node_number() -> int:
-    """Tells the autograd node that runs from those before it, without holding on to it."""
-    node = torch._C._current_autograd_node()
-    return -1 if node is None else int(node._sequence_nr())

@@ -2,8 +2,9 @@
 
 [Note: run again]
 A forward that does not fit the card can run again, with its activations recomputed: nothing of it is left but what it has drawn
-from random generators and counted in its buffers, and both are put back. A backward cannot: what autograd holds by then is what
-it was given in forward. So an out-of-memory in backward is an error, and the next pass holds less.
+from random generators and counted in buffers and attributes (own_state.py), and these are put back. A backward cannot: what
+autograd holds by then is what it was given in forward. So an out-of-memory in backward is an error, and the next pass holds
+less.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,13 +17,16 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from unwall.runtime.block_state import Buffers, is_expanded
 from unwall.runtime.kept_input import InArena
+from unwall.runtime.own_state import OwnState
 from unwall.runtime.partitioned import Partition
 from unwall.runtime.recompute import by_place, inside_checkpoint
+from unwall.runtime.same_again import SameAgain
+from unwall.runtime.try_again import AsBefore, holders_in, hooks_of_others, may_run_again
 from unwall.shards import default_hooks
 
 BEGUN = object()
 """A checkpoint has begun, and saves the block's inputs."""
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 class Generators:
@@ -57,6 +61,9 @@ class BlockCall:
             self._checkpoint = self._partition.of(block)
         has_buffers = next(block.buffers(), None) is not None
         self._contexts: Any = Buffers(block).contexts if has_buffers else noop_context_fn
+        self._same = SameAgain(block)
+        self._holders = holders_in(block)
+        self._own = OwnState(block)
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.forward(*args, **kwargs)
@@ -66,7 +73,7 @@ class BlockCall:
         if inside_checkpoint() or (not self._block.training and caches_in(kwargs)):
             return self.forward(*args, **kwargs)
         kwargs = {name: _without_cache(name, value) for name, value in kwargs.items()}
-        forward = by_place(self._block, self.forward, args, kwargs)
+        forward = by_place(self._block, self.forward, args, kwargs, self._same)
 
         def run(*given: Any) -> Any:
             self.taker = (default_hooks.top() or (None,))[0]
@@ -77,7 +84,8 @@ class BlockCall:
 
         self.taker = BEGUN
         try:
-            return self._checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+            with self._same.whole():
+                return self._checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
         finally:
             self.taker = None
 
@@ -92,26 +100,73 @@ class BlockCall:
         """Runs or, where that does not fit the card, recomputes. See [Note: run again]. ``free`` makes room, and says whether
         that is of use."""
         generators = Generators(self._device)
-        counted = [(buffer, buffer.clone()) for buffer in _buffers(self._block) if not is_expanded(buffer)]
+        counted = [
+            (module, name, buffer, None if is_expanded(buffer) else buffer.clone())
+            for module, name, buffer in _buffers(self._block)
+        ]
+        given = [(tensor, tensor._version) for tensor in given_tensors(args, kwargs) if not tensor.is_inference()]
+        own = self._own.note()
         try:
-            return run()
+            output = run()
         except torch.OutOfMemoryError as error:
-            if not free(error):
+            changed = any(tensor._version != version for tensor, version in given)
+            if changed or not (own is None or own.can_be_put_back()) or not free(error):
                 raise
+        else:
+            self._own.ended(own)
+            return output
         # Here, and not in the handler: the exception holds the frames of the call, and they hold what it computed.
         generators.put_back()
-        for buffer, value in counted:
-            buffer.data.copy_(value)
+        if own is not None:
+            own.put_back()
+        for module, name, buffer, value in counted:
+            module._buffers[name] = buffer
+            if value is not None:
+                buffer.data.copy_(value)
         return self.recompute(args, kwargs)
 
+    def try_kept(self, args: tuple[Any, ...], kwargs: dict[str, Any], free: Callable[[BaseException], bool]) -> Any:
+        """The same where there is room for everything, and all but for free. See [Note: tried again] in try_again.py."""
+        before, own = AsBefore(self._holders, self._device, (*args, *kwargs.values())), self._own.note()
+        try:
+            output = self.forward(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            whole = before.holds(self._block) and (own is None or own.can_be_put_back())
+            if not (may_run_again() and whole and self.leaves_nothing(args, kwargs) and free(error)):
+                raise
+        else:
+            if own is not None:
+                self._own.ended(own)
+            return output
+        before.put_back()
+        if own is not None:
+            own.put_back()
+        return (self.recompute if torch.is_grad_enabled() else self.keep)(args, kwargs)
 
-def _buffers(block: nn.Module) -> Iterator[torch.Tensor]:
+    def leaves_nothing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call that ended half way has left nothing in what it was given. With gradients it runs again without a
+        cache, in training."""
+        if torch.is_grad_enabled():
+            return self._block.training or not caches_in(kwargs)
+        return all(map(_is_plain, (*args, *kwargs.values()))) and not hooks_of_others(self._block)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a block cannot leave anything in it that is not noticed."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    plain = torch.Tensor | torch.dtype | torch.device | torch.Size | bool | int | float | str | None
+    return value is None or isinstance(value, plain)
+
+
+def _buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """What ``block.buffers()`` gives, perhaps one of them twice, without making up names for all that is below it."""
     found = {block}
     below = [block]
     while below:
         module = below.pop()
-        yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        if module._buffers:
+            yield from ((module, name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
         for child in module._modules.values():
             if child is not None and child not in found:
                 found.add(child)
@@ -145,6 +200,12 @@ def caches_in(kwargs: dict[str, Any]) -> list[Any]:
 
 
 def is_filled(cache: Any) -> bool:
-    """Whether a cache holds something already. One that cannot be asked counts as if it did."""
-    length = getattr(cache, "get_seq_length", None)
-    return not callable(length) or bool(length())
+    """Whether a cache holds something already: keys and values, or the state of a recurrence. One that cannot be asked counts
+    as if it did."""
+    answers = []
+    for question in ("get_seq_length", "has_previous_state"):
+        try:
+            answers.append(bool(getattr(cache, question)()))
+        except (AttributeError, TypeError, ValueError):  # a cache of the other kind alone
+            continue
+    return any(answers) or not answers

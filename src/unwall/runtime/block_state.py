@@ -7,10 +7,13 @@ the tensors that it was given was changed in place. It does not look at two othe
 - Buffers that the block writes (statistics, the vectors of a spectral norm, a codebook). The forward that runs again begins
   with their values of then, and leaves those of now. Copies are taken of small ones, of those that the block is known to write,
   and of all when it first runs in a mode: by their versions it is seen then which of them it writes.
-- Tensors inside of tuples, dictionaries and the like. Where one was changed meanwhile, that is an error.
+- What is inside of tuples, dictionaries and the like. A tensor there that was changed meanwhile is an error. Entries that the
+  block, or someone else, has put in the place of others are there as they were, in copies that the block is given.
 """
 
+import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -121,33 +124,73 @@ class _Again:
 
 
 class Given:
-    """Tensors inside of what a block is given. The ones that it is given themselves are autograd's to look after."""
+    """What is inside of what a block is given. The tensors that it is given themselves are autograd's to look after."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        inside = (tensor for value in values if not isinstance(value, torch.Tensor) for tensor in _tensors(value))
-        self._versions = [(tensor, _version(tensor)) for tensor in inside]
+        memo: dict[int, Any] = {}
+        self._first = True
+        self._values = {at: _copied(value, memo) for at, value in enumerate(values) if not isinstance(value, torch.Tensor)}
+        self._versions = [(tensor, _version(tensor)) for tensor in tensors_in(list(self._values.values()))]
 
-    def check(self) -> None:
-        """They are what they were. RuntimeError otherwise."""
+    def again(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the block runs on: in forward these, later what they were then. RuntimeError where that is lost."""
+        if self._first:
+            self._first = False
+            return values
         for tensor, version in self._versions:
             if _version(tensor) != version:
                 raise RuntimeError(
                     f"a recomputed block was given a tensor of shape {tuple(tensor.shape)} inside of another value, which has "
                     "been modified since by an inplace operation: do it out of place, or use Plan(activations='keep')"
                 )
+        memo: dict[int, Any] = {}  # once more: a graph that is kept may run it several times
+        return tuple(_copied(self._values[at], memo) if at in self._values else value for at, value in enumerate(values))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Plain ones: parameters are looked after elsewhere."""
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """The same entries in containers of its own. What knows no entries, or cannot be copied, is itself."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = [_copied(part, memo) for part in value]
+        if all(part is before for part, before in zip(parts, value, strict=True)):
+            return value
+        make: Any = tuple if type(value) is tuple else type(value)._make  # type: ignore[attr-defined]
+        return make(parts)
+    is_data = dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
+    if not (isinstance(value, list | dict | UserDict) or is_data):
+        return value  # a copy of another mapping may share what is inside
+    try:
+        found = memo[id(value)] = copy.copy(value)
+        if isinstance(found, list):
+            found[:] = [_copied(part, memo) for part in value]
+        elif isinstance(found, dict | UserDict):
+            for key in value:
+                found[key] = _copied(value[key], memo)
+        else:
+            for field in dataclasses.fields(value):
+                if hasattr(value, field.name):
+                    object.__setattr__(found, field.name, _copied(getattr(value, field.name), memo))
+    except Exception:  # a class of the user's that does not allow it
+        found = memo[id(value)] = value
+    return found
+
+
+def tensors_in(value: Any, around: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
+    """Plain ones, alone or inside of containers: parameters are looked after elsewhere. ``around``: containers that hold it."""
     if type(value) is torch.Tensor:
         yield value
-    elif isinstance(value, tuple | list):
-        for part in value:
-            yield from _tensors(part)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, tuple | list):
+        parts = value
     elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+        parts = value.values()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, field.name, None) for field in dataclasses.fields(value)])
+        parts = (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    if id(value) not in around:  # it may hold itself
+        for part in parts:
+            yield from tensors_in(part, (*around, id(value)))
 
 
 def _version(tensor: torch.Tensor) -> int:

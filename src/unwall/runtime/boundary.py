@@ -1,11 +1,14 @@
 """Where a module call's backward ends: the autograd nodes that hand gradients to the call's inputs."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
 _NODES_MAX = 4096
+_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The node of a parameter: nothing comes behind it."""
 
 
 def boundary_nodes(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> list[Node] | None:
@@ -17,21 +20,20 @@ def boundary_nodes(outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tenso
         if tensor.requires_grad:
             goals.add(tensor.grad_fn if tensor.grad_fn is not None else torch.autograd.graph.get_gradient_edge(tensor).node)
     found: list[Node] = []
-    seen: set[Node] = set()
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    stack = [node for node in {tensor.grad_fn for tensor in outputs} if node is not None and node not in goals]
+    seen: set[Node] = set(stack)  # an output may be an input
     while stack:
-        node = stack.pop()
-        if node in seen or node in goals:  # an output may be an input
-            continue
-        seen.add(node)
         if len(seen) > _NODES_MAX:
             return None
+        node = stack.pop()
         reaches = False
         for entry, _ in node.next_functions:
             if entry in goals:
                 reaches = True
             elif entry is not None and entry not in seen:
-                stack.append(entry)
+                seen.add(entry)
+                if type(entry) is not _LEAF:
+                    stack.append(entry)
         if reaches:
             found.append(node)
     return found

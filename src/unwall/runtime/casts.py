@@ -1,9 +1,10 @@
 """Dtypes at the edges of modules: what goes in is what the module computes in, what comes out what the plan says."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from unwall.plans import Plan, PlanError
 from unwall.runtime.engine import Engine
@@ -33,11 +34,14 @@ class Casts:
 def casts_of(engine: Engine, module: nn.Module, own: tuple[nn.Parameter, ...], name: str) -> Casts | None:
     """What happens to dtypes at the edge of a module with these parameters. ``name``: empty for the model itself."""
     compute = engine.plan.compute_dtype
+    if parametrize.is_parametrized(module):
+        own = (*own, *cast(nn.Module, module.parametrizations).parameters())
     output_dtype = _output_dtype(engine.plan, name, module)
     if compute is torch.float32 or not (own or name == ""):
         return None if output_dtype is None else Casts(compute, compute, back=False, output_dtype=output_dtype)
     if own and all(_kept_fp32(engine, param) for param in own):
-        return Casts(compute, torch.float32, back=True, output_dtype=output_dtype)
+        back = not isinstance(module, parametrize.ParametrizationList)  # which gives a parameter
+        return Casts(compute, torch.float32, back=back, output_dtype=output_dtype)
     return Casts(torch.float32, compute, back=False, output_dtype=output_dtype)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.block_call import BEGUN
 from unwall.schedule.activations import Measured
@@ -110,7 +111,8 @@ class Census:
         ]
 
     def __del__(self) -> None:
-        self.forget()
+        with interrupts.finalizing:
+            self.forget()
 
 
 def _first_time(storage: torch.UntypedStorage, known: dict[int, int]) -> int:

@@ -24,12 +24,13 @@ AT_ONCE = 2
 class Covered:
     """The call on a model's stack that covers those inside it, if there is one. See [Note: covered calls]."""
 
-    __slots__ = ("_apart", "frame", "groups")
+    __slots__ = ("_apart", "_sets", "frame", "groups")
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.groups: frozenset[int] = frozenset()
-        """What it has read for them."""
+        """What it has read for them. One and the same set whenever a module with the same groups covers."""
+        self._sets: dict[tuple[int, ...], frozenset[int]] = {}
         self._apart: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def may_begin(self, frame: Frame, frames: Iterable[Frame], groups: tuple[int, ...]) -> bool:
@@ -40,7 +41,8 @@ class Covered:
 
     def begin(self, frame: Frame, groups: tuple[int, ...]) -> None:
         """The call has read its groups."""
-        frame.covers, self.frame, self.groups = True, frame, frozenset(groups)
+        frame.covers, self.frame = True, frame
+        self.groups = self._sets.setdefault(groups, frozenset(groups))
 
     def end(self) -> None:
         self.frame = None

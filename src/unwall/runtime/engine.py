@@ -4,7 +4,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,12 @@ from unwall.native.library import DiskError
 from unwall.plans import Plan
 from unwall.runtime.backward import Backward
 from unwall.runtime.compute_lane import ComputeLane
+from unwall.runtime.counts import Speculated
 from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
 from unwall.runtime.leftovers import Free
+from unwall.runtime.live import live
+from unwall.runtime.meta_buffers import never_loaded
 from unwall.runtime.onlooker import Onlooker
 from unwall.runtime.places import find_places
 from unwall.runtime.replicas import Replicas
@@ -33,32 +35,6 @@ from unwall.shards.local import copies_of, local
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.meter import LinkMeter
 from unwall.tiers.tiers import Tiers
-
-
-@dataclass
-class Speculated:
-    """How updates that ran ahead of their step ended."""
-
-    committed: int = 0
-    in_place: int = 0
-    """Of those: in place, with a journal as the way back (optim/journaled.py). The others had a second place."""
-    missed: int = 0
-    escaped: int = 0
-    """Elements whose way back did not fit into a journal's two bytes, of updates in place."""
-
-
-@dataclass(frozen=True)
-class ActivationStats:
-    """What became of the activations of the model's blocks in the last pass, as ``Plan(activations="auto")`` measured it."""
-
-    kept_bytes: int = 0
-    """Held on the device from forward to backward, the inputs of recomputed blocks among them."""
-    moved_bytes: int = 0
-    """Sent to the host, and back."""
-    recomputed_bytes: int = 0
-    """Computed again in backward."""
-    survived: int = 0
-    """Forwards of blocks that ran again after an out-of-memory, since the model was sharded."""
 
 
 class Engine:
@@ -125,6 +101,8 @@ class Engine:
         """Parameters (by id) that are whole and the user's now, inside ``full_params``."""
         self.loading: set[int] = set()
         """Parameters (by id) that ``load_state_dict`` is writing."""
+        self.averaged = False
+        """The parameters have the values of an average, inside ``ema.swap``."""
         self.loss_scale = 1.0
         """What the loss of the gradients held now was multiplied with."""
         self.speculation = Speculated()
@@ -153,7 +131,7 @@ class Engine:
         device, and that nothing was written to yet."""
         self.failures = FailureDomain()
         self._onlooker = self._watched_over()
-        _live.add(self)
+        live.add(self)
         self.discarded: deque[Free] = deque()
         """How to free what optimizers that are gone have left here. See runtime/leftovers.py."""
 
@@ -203,7 +181,8 @@ class Engine:
 
     def refuse_if_used(self, index: int) -> None:
         """A group's gradient is about to be changed. Raises where an update has used it already."""
-        self._tell(self.guards, index)
+        if self.guards:
+            self._tell(self.guards, index)
 
     def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:
         for method in methods:
@@ -213,7 +192,7 @@ class Engine:
 
     def _hand_out(self) -> None:
         """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
-        if self.executor.has_reduced and self.replicas is None:
+        if self.executor.reduced and self.replicas is None:
             for index in self.executor.take_reduced():
                 self._tell(self.listeners, index)
         if not self.backward.running and self.forward.long is None:
@@ -233,17 +212,9 @@ class Engine:
         if self.changed and self.look_again is not None:
             self.look_again(self)
         if self.unwritten:
-            raise RuntimeError(self._never_loaded())
+            raise RuntimeError(never_loaded(list(self.unwritten.values())))
         if self.activations is not None and torch.is_grad_enabled():
             self.activations.begin_pass()
-
-    def _never_loaded(self) -> str:
-        names = list(self.unwritten.values())
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        return (
-            f"{', '.join(names[:5])}{more} came from the meta device and have no values yet: load them with "
-            "model.load_state_dict(...), or write them inside unwall.full_params(model, write=True), before the model runs"
-        )
 
     def is_reshaped(self, param: nn.Parameter) -> bool:
         """Whether a parameter was given data of another shape than it has in its group."""
@@ -376,15 +347,3 @@ class Engine:
             yield
         finally:
             self.backward.sync = before
-
-
-_live: "weakref.WeakSet[Engine]" = weakref.WeakSet()
-
-
-def forget_interrupted() -> None:
-    """Passes that ended with an interrupt, of which nothing has told: where there are other ranks they hear of it now, before
-    they meet at something else."""
-    for engine in sorted(_live, key=lambda engine: engine.ranks.control.model):
-        if engine.ranks.size > 1:
-            engine.forward.forget_interrupted()
-            engine.backward.forget_interrupted()

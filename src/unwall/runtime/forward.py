@@ -9,7 +9,7 @@ it begins, and the hooks inside return at once. A lookup of a trainable paramete
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from threading import current_thread, get_ident
 from types import FrameType
 from typing import Any
@@ -20,9 +20,9 @@ from torch import nn
 from unwall.native import interrupts
 from unwall.runtime import transforms
 from unwall.runtime.backward import Backward
-from unwall.runtime.boundary import boundary_nodes
 from unwall.runtime.calls import Call, Frame, caller_of_hook, is_running
 from unwall.runtime.covered import Covered
+from unwall.runtime.follow import follow
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Place, Places
 from unwall.runtime.saved import SavedTensors
@@ -189,15 +189,16 @@ class Forward:
             if param.requires_grad and torch.is_grad_enabled():
                 self._backward.expect(param, places)
             return
-        if self.saved.watching:
-            self.saved.cover()
+        saved = self.saved
+        if (look := saved.look) is not None and (top := look(True)) is not None and top[0] is not saved.pushed:
+            saved.cover()
         frame = self.frames[-1] if self.frames else None
         if mine and frame is not None and frame.covers:
             self.lookups += 1
-            if len(places) == 1 and places[0].group in self.covered.groups:
+            if len(places) == 1 and places[0][0] in self.covered.groups:
                 if param.requires_grad and torch.is_grad_enabled():
                     self._backward.expect(param, places)
-                    frame.places.update(places)
+                    frame.places.add(places[0])
                 return
             self.covered.never_again(frame)
         if frame is not None and not mine and torch._C._current_graph_task_id() == -1:
@@ -324,33 +325,14 @@ class Forward:
                 self.covered.never_again(frame)
             return
         frozen = [index for index in groups if self._has_frozen(index)]
-        call = Call(groups, frozen, frame.places, marked)
-        if frozen:
-            nodes = boundary_nodes(tensors, _inputs(args, kwargs))
-            call.open_nodes = -1 if nodes is None else len(nodes)
-            if nodes is None:
-                self.covered.never_again(frame)
-            for node in nodes or ():
-                node.register_hook(lambda *_, call=call: _deferred(backward.node_done, call))
-        for tensor in tensors:
-            tensor.register_hook(lambda _, call=call: _deferred(backward.begins, call))
+        if not follow(Call(groups, frozen, frame.places, marked), backward, tensors, args, kwargs):
+            self.covered.never_again(frame)
 
     def _has_frozen(self, index: int) -> bool:
         known = self._frozen.get(index)
         if known is None:
             known = self._frozen[index] = not all(param.requires_grad for param in self._executor.groups[index].params)
         return known
-
-
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
-    if not kwargs and len(args) == 1:
-        return tensors_in(args[0])
-    return tensors_in((args, kwargs))
-
-
-def _deferred(tell: Callable[[Call], None], call: Call) -> None:
-    with interrupts.deferred:
-        tell(call)
 
 
 _OVERLOOKED = -1

@@ -69,6 +69,8 @@ class HeldGrad(torch.Tensor):
     """How it comes from the whole gradient."""
     incoming: torch.Tensor | None
     """What autograd has added, until the engine takes it."""
+    graph: bool
+    """Whether it came with a graph of its own (``create_graph=True``), which is not kept."""
 
     @staticmethod
     def make(access: GradientAccess, places: tuple[Place, ...], marks: dict[Any, object]) -> "HeldGrad":
@@ -77,7 +79,7 @@ class HeldGrad(torch.Tensor):
         outline = torch.empty(shape_of(access.engine, places), dtype=layout.dtype, device="meta")
         made = _wrapper(outline, access.engine.device.device)
         made.access, made.places, made.marks, made.views = weakref.ref(access), places, marks, ()
-        made.mark, made.incoming = marks[places], None
+        made.mark, made.incoming, made.graph = marks[places], None, False
         return made
 
     @property
@@ -85,6 +87,18 @@ class HeldGrad(torch.Tensor):
         """fp16 gradients are read in fp32: without the loss scale they would be too small for fp16."""
         kept = _kept_dtype(self)
         return torch.float32 if kept is torch.float16 else kept
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """The gradient lies elsewhere: it is written there."""
+        if value.shape != self.shape:
+            raise RuntimeError(f".grad.data of shape {tuple(self.shape)} cannot become a tensor of shape {tuple(value.shape)}")
+        with torch.no_grad():
+            self.copy_(value)
 
     def open(self) -> GradientAccess:
         """What reads and changes it, ready for that."""
@@ -113,7 +127,7 @@ class HeldGrad(torch.Tensor):
         made = _wrapper(like, self.device)
         made.access, made.places, made.marks, made.mark = self.access, self.places, self.marks, self.mark
         made.views = self.views if view is None else (*self.views, view)
-        made.incoming = None
+        made.incoming, made.graph = None, self.graph and view is not None
         return made
 
     def tolist(self) -> Any:
@@ -134,6 +148,8 @@ class HeldGrad(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise _without_graph()
         before, _calls.from_python = _calls.from_python, True
         try:
             with torch._C.DisableTorchFunctionSubclass():
@@ -205,8 +221,18 @@ class _Step:
         return taken
 
 
+def _without_graph() -> RuntimeError:
+    return RuntimeError(
+        "backward(create_graph=True) keeps no graph of the gradients that sharded parameters show in .grad, so nothing can be "
+        "derived from them. Write grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True) and use "
+        "those; for their values alone .grad.detach()"
+    )
+
+
 def _serve(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
+    if torch.is_grad_enabled() and any(held.graph for held in _held([*args, *kwargs.values()])) and not func._schema.is_mutable:
+        raise _without_graph()
     if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(*args)
     first = list(_held(args[0])) if args else []
@@ -258,6 +284,12 @@ def _with_whole(func: Any, args: Any, kwargs: Any) -> Any:
         return reals[-1][1]
 
     result = func(*_replace(args, real), **_replace(kwargs, real))
+    if func.namespace == "c10d" and func._opname != "send":  # their schemas do not say that they write to what comes first
+        for work in result if isinstance(result, tuple) else [result]:
+            if isinstance(work, torch.ScriptObject):
+                work.wait()  # type: ignore[attr-defined]
+        for held in _held(args[0]):
+            held.open().put(held.places, wholes[held.places])
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             for held in _held(given):

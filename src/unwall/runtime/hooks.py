@@ -4,17 +4,19 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from threading import get_ident
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
 
 from unwall.native import interrupts
 from unwall.runtime.absent import describe_only
+from unwall.runtime.call_edges import Enter, Hook, Leave, Short, is_plain_call, opaque, refuse_copy, refuse_pickle
 from unwall.runtime.casts import Casts, casts_of
+from unwall.runtime.copied import copy_plainly
 from unwall.runtime.covered import groups_to_cover
 from unwall.runtime.engine import Engine
+from unwall.runtime.inserts import tell_of_inserts
 from unwall.runtime.kept_whole import place_buffers, place_ignored
 from unwall.runtime.outside import watch_outside
 from unwall.runtime.owners import Owners
@@ -33,114 +35,27 @@ def engine_of(thing: nn.Module | nn.Parameter) -> Engine | None:
     return owners.of(thing)
 
 
-def refuse_copy() -> NoReturn:
-    raise RuntimeError(
-        "a sharded model cannot be deep-copied: its parameters are only shards. "
-        "Copy the model before unwall.shard, or build a new one and load model.state_dict() into it. For an average of its "
-        "parameters: unwall.ema(model, decay)."
-    )
-
-
-def refuse_pickle() -> NoReturn:
-    raise RuntimeError("a sharded model cannot be pickled: its parameters are only shards. Save model.state_dict() instead.")
-
-
-class Hook:
-    """A callable that ties one module to its engine. Copying a sharded model would share its state: it is refused."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        refuse_copy()
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickle()
-
-
-class Enter(Hook):
-    """Before a module's forward."""
-
-    def __init__(self, engine: Engine, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
-        super().__init__(engine)
-        self._forward, self._covered, self._saved = engine.forward, engine.forward.covered, engine.forward.saved
-        self._places = engine.places
-        self.cover: tuple[int, ...] = ()
-        """The groups of all that is below it, where it covers that. See [Note: covered calls] in runtime/covered.py."""
-        self.aim(groups, reads, casts)
-
-    def aim(self, groups: tuple[int, ...], reads: tuple[nn.Parameter, ...], casts: "Casts | None") -> None:
-        """What the module reads. Again where it was given other parameters."""
-        self._groups = groups
-        self._reads = reads
-        self._casts = casts
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        forward = self._forward
-        if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
-            for param in self._reads:
-                forward.touched(param, self._places[id(param)])
-        elif (
-            (covering := self._covered.frame) is not None
-            and module is not covering.module
-            and module is not forward.outermost  # it is called anew: the call that covered others was interrupted
-            and forward.thread == get_ident()
-            and self._covered.groups.issuperset(self._groups)
-        ):
-            if self._saved.watching:
-                self._saved.cover()
-            for param in self._reads:
-                forward.touched(param, self._places[id(param)])
-        else:
-            with interrupts.deferred:
-                forward.enter(module, self._groups, self._reads, self.cover)
-        return None if self._casts is None else self._casts.inputs(args, kwargs)
-
-
-class Leave(Hook):
-    """After a module's forward, also when it raised."""
-
-    def __init__(self, engine: Engine, casts: "Casts | None") -> None:
-        super().__init__(engine)
-        self._forward = engine.forward
-        self.casts = casts
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.casts is not None:
-            output = self.casts.outputs(output)
-        forward = self._forward
-        if forward.quiet and forward.thread == get_ident() and module is not forward.outermost:
-            return output
-        # Inside a call that covers it a module has no frame, unless it reads more.
-        if forward.covered.frame is None or forward.thread != get_ident() or forward.frames[-1].module is module:
-            with interrupts.deferred:
-                forward.leave(module, args, kwargs, output)
-        return output
-
-
-AnyHook = TypeVar("AnyHook", bound=Hook)
-
-
-@functools.cache
-def _opaque(kind: type[AnyHook]) -> type[AnyHook]:
-    """The same hook for a compiled module: dynamo runs it, and all that it calls, as it is instead of tracing into it."""
-    import torch._dynamo  # heavy, and there already where something is compiled
-
-    call: Any = kind.__call__
-    return type(kind.__name__, (kind,), {"__call__": torch._dynamo.disable(call)})
-
-
 class Saving(Hook):
     """A ``state_dict`` is a turn as a whole, so that a step of another thread does not come between two modules."""
 
     def begin(self, *_: Any) -> None:
-        self.engine.turn.begin("state_dict", sys._getframe(1))
+        turn = self.engine.turn
+        turn.begin("state_dict", sys._getframe(1))
+        if not turn.is_nested:
+            try:
+                for check in self.engine.checks:
+                    check()
+            except BaseException:
+                turn.end()
+                raise
 
     def end(self, *_: Any) -> None:
         self.engine.turn.end()
 
 
 _entry = dict.__getitem__
+_SWAPS = "torch.nn.utils._named_member_accessor"
+"""Where ``torch.func.functional_call`` puts other values into a module, for one call."""
 
 
 class Watched(dict[str, Any]):
@@ -149,15 +64,20 @@ class Watched(dict[str, Any]):
 
     def __init__(self, engine: Engine, entries: dict[str, Any]) -> None:
         super().__init__(entries)
+        self._engine = weakref.ref(engine)
         self._forward = engine.forward
         self._places = engine.places
+        self._swapped: dict[str, torch.dtype] = {}
+        """What ``functional_call`` has put here for one call, and what it is computed in."""
 
     def __getitem__(self, name: str) -> Any:
         param = _entry(self, name)
-        if param is not None and (places := self._places.get(id(param))) is not None:
+        if param is not None:
             forward = self._forward
-            if forward.frames or forward.running:
+            if (forward.frames or forward.running) and (places := self._places.get(id(param))) is not None:
                 forward.touched(param, places)
+            elif self._swapped and name in self._swapped and sys._getframe(1).f_globals.get("__name__") != _SWAPS:
+                return param.to(self._swapped[name])
         return param
 
     def __setitem__(self, name: str, param: Any) -> None:
@@ -166,7 +86,23 @@ class Watched(dict[str, Any]):
                 f"parameter {name} of a sharded model would become a DTensor: fully_shard and tensor parallelism cannot be "
                 "applied on top of unwall.shard, which partitions the model already"
             )
+        engine = self._engine() if isinstance(param, nn.Parameter) and id(param) not in self._places else None
+        swaps = sys._getframe(1).f_globals.get("__name__") == _SWAPS
+        if engine is not None and not swaps:
+            engine.changed = True
+        if swaps or self._swapped:
+            self._note_swapped(name, param)
         super().__setitem__(name, param)
+
+    def _note_swapped(self, name: str, param: Any) -> None:
+        """Values of the dtype that the parameter was given in are computed with as the parameter would be."""
+        self._swapped.pop(name, None)
+        engine, own = self._engine(), cast(nn.Parameter, dict.get(self, name))
+        if engine is None or not isinstance(param, torch.Tensor) or id(param) in self._places or id(own) not in self._places:
+            return
+        given, computes = dtypes_of(engine, own)
+        if given is not computes and param.dtype is given:
+            self._swapped[name] = computes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         refuse_copy()
@@ -201,6 +137,8 @@ def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
     for module in new:
         _save_and_load_whole(module, state_dicts)
         module.__dict__["_apply"] = functools.partial(_convert, engine, module)
+        tell_of_inserts(engine, module)
+        copy_plainly(module)
         refuse_upon(module)
     place_buffers(engine, new)
     place_ignored(engine, model)
@@ -225,6 +163,7 @@ def follow_wrapper(engine: Engine, module: nn.Module) -> None:
         module.register_forward_pre_hook(Enter(engine, (), (), None), prepend=True, with_kwargs=True)
         module.register_forward_hook(Leave(engine, None), with_kwargs=True, always_call=True)
         module.__dict__["zero_grad"] = functools.partial(_zero_all, engine, module.zero_grad)
+        copy_plainly(module)
 
 
 def _zero_all(engine: Engine, others: Callable[[bool], None], set_to_none: bool = True) -> None:
@@ -254,9 +193,12 @@ def _follow_calls(engine: Engine, module: nn.Module, unit: bool, casts: Casts | 
         if isinstance(leave, Leave) and leave.engine is engine:
             leave.casts = casts
     if not tied:
-        before, after = (_opaque(Enter), _opaque(Leave)) if unit else (Enter, Leave)
-        module.register_forward_pre_hook(before(engine, groups, unseen, casts), prepend=True, with_kwargs=True)
-        module.register_forward_hook(after(engine, casts), with_kwargs=True, always_call=True)
+        before, after = (opaque(Enter), opaque(Leave)) if unit else (Enter, Leave)
+        enter, leave = before(engine, groups, unseen, casts), after(engine, casts)
+        first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        last = module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+        if not unit and is_plain_call(module):
+            module.__dict__["_call_impl"] = Short(module, enter, leave, (first.id, last.id)).call
 
 
 def _cover_calls(engine: Engine, model: nn.Module) -> None:

@@ -8,12 +8,14 @@ go the way of the forward's own graph.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from unwall.tiers.arena import Arena
+from unwall.tiers.input_stack import InputStack, Pass
 
 MIN_BYTES = 1 << 20
 """Smaller inputs stay where they are: torch keeps what is small apart by itself."""
@@ -42,11 +44,11 @@ def checkpoint_keeping(
 
 
 class InArena:
-    """Keeps copies of the inputs of recomputed blocks in an arena ([Note: arenas] in tiers/arena.py). A copy costs little
-    against the block, and the memory that blocks compute in is not broken up by what waits for backward."""
+    """Keeps copies of the inputs of recomputed blocks in an arena ([Note: arenas] in tiers/arena.py), one behind the other.
+    A copy costs little against the block, and the memory that blocks compute in is not broken up by what waits for backward."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+        self._device, self._stack = arena.device, InputStack(arena)
 
     def checkpoint(
         self,
@@ -60,15 +62,18 @@ class InArena:
         at, given = input_of(args)
         if given is None or torch.compiler.is_compiling() or not self._takes(given):
             return checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **named)
-        with torch.no_grad(), self._arena.taking():
-            kept = given.detach().clone()
+        kept, begun = self._stack.copy_of(given)
         # A block that changes its input in place must not change what is kept of it.
-        return checkpoint_keeping(kept, torch.Tensor.clone, at, function, args, context_fn, named)
+        return checkpoint_keeping(kept, partial(_clone, begun), at, function, args, context_fn, named)
 
     def _takes(self, given: torch.Tensor) -> bool:
-        if type(given) is not torch.Tensor or given.device != self._arena.device:
+        if type(given) is not torch.Tensor or given.device != self._device:
             return False
         return given.nbytes >= MIN_BYTES and given.is_contiguous()
+
+
+def _clone(begun: Pass, kept: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 (held for as long as what is kept)
+    return kept.clone()
 
 
 def input_of(args: tuple[Any, ...]) -> tuple[int, torch.Tensor | None]:

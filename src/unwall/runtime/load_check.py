@@ -84,11 +84,23 @@ def outline_of(state_dict: Mapping[str, Any], prefix: str, wanted: Wanted, diges
         if not key.startswith(prefix):
             continue
         if isinstance(value, torch.Tensor) and key not in wanted.others:
-            compared = digests and key not in wanted.own
+            compared = digests and key not in wanted.own and not value.is_meta
             tensors[key] = Given(tuple(value.shape), value.dtype, digest_of(value) if compared else 0)
         else:
             rest.append(key)
     return Outline(tensors, tuple(rest))
+
+
+def unreadable(state_dict: Mapping[str, Any], prefix: str, wanted: Wanted) -> list[str]:
+    """What cannot be copied: torch would say so when it has changed some parameters."""
+    if torch.__future__.get_swap_module_params_on_conversion():
+        return ["torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: load without it"]
+    given = {key: value for key, value in state_dict.items() if key.startswith(prefix) and key in wanted.shapes}
+    return [f"{key}: a tensor on the meta device has no values" for key, value in given.items() if _is_meta(value)]
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:

@@ -69,3 +69,12 @@ def _filled(module: nn.Module, names: list[str], fill: Callable[[nn.Module], Any
             fill(module)
         found.append([buffer for own in names if (buffer := module._buffers[own]) is not None])
     return all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+def never_loaded(names: list[str]) -> str:
+    """What to do about parameters and buffers that came from the meta device, and that nothing was written to."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (
+        f"{', '.join(names[:5])}{more} came from the meta device and have no values yet: load them with "
+        "model.load_state_dict(...), or write them inside unwall.full_params(model, write=True), before the model runs"
+    )

@@ -7,6 +7,7 @@ group after the other is copied and its old places are freed, so that a move tak
 Where a tier refuses what should have fitted (a drive or a card that others have filled meanwhile), what was moved goes back.
 """
 
+import gc
 import time
 from dataclasses import fields, replace
 
@@ -20,7 +21,8 @@ from unwall.runtime.resources import HOST_SHARE, STATE_SHARE, disk_buffers, room
 from unwall.runtime.turns import alone
 from unwall.shards.build import Room, check_fit, group_sizes, smallest
 from unwall.shards.gradient import Gradient
-from unwall.shards.group import Group, Residence, tier_of
+from unwall.shards.group import Group, Residence
+from unwall.shards.owned import tier_of
 from unwall.shards.placement import Home, Sizes, place
 from unwall.shards.states import GROUP, StateKey, adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Store
@@ -30,6 +32,10 @@ from unwall.tiers.sizes import ALIGNMENT
 MOVABLE = ("params", "grads", "optimizer", "disk", "device_bytes", "host_bytes", "disk_bytes")
 """The fields of a plan that another one may have otherwise."""
 PATIENCE_SECONDS = 0.5
+"""How long a rank alone waits for threads of its own that let go of memory."""
+OF_COLLECTIVES_SECONDS = 10.0
+"""The same over several ranks: a collective's thread may let go of it a while after its work has ended, where others keep the
+processors busy."""
 
 
 @alone
@@ -134,7 +140,7 @@ def _check_held(engine: Engine) -> None:
         for group in engine.groups:
             if group.residence is not Residence.ABSENT:
                 group.drop()
-            if _is_held(group):
+            if _is_held(group, PATIENCE_SECONDS if engine.ranks.size == 1 else OF_COLLECTIVES_SECONDS):
                 raise RuntimeError(
                     f"unwall.move, but the parameters of group {group.name} are still in use: by a forward whose backward has "
                     "not run, or by a tensor that shares their memory. Run backward and step, or let go of the loss "
@@ -146,9 +152,10 @@ def _check_held(engine: Engine) -> None:
         raise
 
 
-def _is_held(group: Group) -> bool:
-    """A collective's thread may let go of the flat buffer a moment after its work has ended."""
-    until = time.monotonic() + PATIENCE_SECONDS
+def _is_held(group: Group, patience_s: float) -> bool:
+    until = time.monotonic() + patience_s
+    if group.buffer.is_held:
+        gc.collect()  # an error that was caught may have left a circle, with the loss in it
     while group.buffer.is_held:
         if time.monotonic() > until:
             return True

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from unwall.native import interrupts
 from unwall.tiers.block import DiskBlock
 from unwall.tiers.host import HostBlock, HostTier
 from unwall.tiers.ledger import BudgetError
@@ -125,6 +126,10 @@ class Moved:
         return self.leaving.version == tensor._version and not torch.UntypedStorage._expired(self._origin)
 
     def __del__(self) -> None:
+        with interrupts.finalizing:
+            self._finalize()
+
+    def _finalize(self) -> None:
         leaving = getattr(self, "leaving", None)  # None: interrupted while it was made
         if leaving is None:
             return

@@ -80,9 +80,11 @@ def _root(engine: Engine) -> nn.Module:
 
 
 def take_in_with(param: nn.Parameter) -> None:
-    """Someone has a parameter that may be new: the model that holds it, if there is one, takes in what is new."""
+    """Someone has a parameter that may be new: the model that holds it, if there is one, takes in what is new, told of or not
+    (``model._modules`` may be written to)."""
+    unknown = engine_of(param) is None
     for engine in list(_engines):
-        model = engine.root() if engine.changed and engine.root is not None else None
+        model = engine.root() if (engine.changed or unknown) and engine.root is not None else None
         if model is not None and any(own is param for own in model.parameters()):
             take_in(engine)
             return

@@ -20,8 +20,9 @@ rank's garbage goes: all ranks must read the same parameters in the same order, 
 
 import warnings
 import weakref
+from collections import deque
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,124 +31,24 @@ from torch.autograd.graph import increment_version
 
 from unwall.runtime.absent import absent_class_of, keep
 from unwall.runtime.engine import Engine
+from unwall.runtime.lent import Lent
 from unwall.runtime.near import Near
 from unwall.runtime.refusals import refuse_tracing
 from unwall.runtime.said_writes import say_written
+from unwall.runtime.sharing import Sharing
 from unwall.runtime.tiled_functions import compute
 from unwall.runtime.tiling import Tiling
 from unwall.runtime.whole import WholeParams, put_changed, take_shown
-from unwall.shards.flat import storage_uses
 from unwall.shards.group import Group
 from unwall.shards.local import distributed_like, is_distributed, local, local_part_of
 from unwall.shards.master import rounded
 from unwall.shards.states import REMAINDER
 
-MOST_TWINS = 64
-"""Counters that are kept of one value's ``.data`` before those that are not needed any more are looked for."""
-
 FEW = 16
 """Values that the user keeps: beyond that not all of them are looked at each time another one is lent."""
 
 
-class Lent:
-    """One parameter's whole value, in the user's hands."""
-
-    def __init__(self, param: nn.Parameter, tensor: torch.Tensor, version: int) -> None:
-        self.param = param
-        self.tensor = tensor
-        self.version = version
-        """``Engine.version`` when it was read: the value is the parameter's as long as that stays."""
-        self.storage: int = local(tensor).untyped_storage()._cdata
-        self.warned = False
-        self._kept = self._wrote = False
-        self._seen = _version(tensor)
-        self._twins: list[tuple[torch.Tensor, int]] = []
-        self._aliases: list[weakref.ref[torch.Tensor]] = []
-        self._own_uses = storage_uses(local(tensor))
-        self._sums = _sums(tensor) if tensor.device.type == "cpu" else None  # a numpy array may be made without our seeing it
-
-    def succeeded_by(self, tensor: torch.Tensor) -> "Lent":
-        """``param.data = tensor``: from now on that is the value, and counts as written. This one is the user's, if he has a
-        part of it: as in torch it keeps what it had."""
-        following = Lent(self.param, tensor, self.version)
-        following._own_uses = self._own_uses  # whatever else refers to it is the user's
-        if not local(tensor).untyped_storage().resizable():
-            following._sums = None  # a file's or an array's memory from the beginning: sums would read it all at every edge
-        following._wrote = True
-        return following
-
-    def handed_out(self, result: torch.Tensor, counter: bool = False) -> None:
-        """The user has got a tensor that shares the memory. ``counter``: it has a version counter of its own."""
-        if result.grad_fn is None:
-            self._aliases = [known for known in self._aliases if known() is not None]
-            self._aliases.append(weakref.ref(result))
-        if counter:
-            if len(self._twins) >= MOST_TWINS and len(self._aliases) == 1 and not self._held_by_more_than(1):
-                self._wrote |= self._counted
-                self._twins.clear()
-            self._twins.append((result.detach(), _version(result)))  # shares the counter, and outlives what it counts for
-
-    def keep(self) -> None:
-        """The user has got something that shares the memory without being a tensor: taken back at the next edge."""
-        self._kept = True
-        if self._sums is None:
-            self._sums = _sums(self.tensor)
-
-    @property
-    def _counted(self) -> bool:
-        return _version(self.tensor) != self._seen or any(_version(tensor) != seen for tensor, seen in self._twins)
-
-    @property
-    def written(self) -> bool:
-        """Whether a version counter says so."""
-        return self._wrote or self._counted
-
-    @property
-    def changed(self) -> bool:
-        """The same where nothing counts what is written: at an address, or in a numpy array."""
-        if self.written or self._sums is None:
-            return self.written
-        uncounted = self._kept or not local(self.tensor).untyped_storage().resizable()
-        return uncounted and not torch.equal(_sums(self.tensor), self._sums)
-
-    @property
-    def held(self) -> bool:
-        """Whether anybody else has a part of it."""
-        return self._held_by_more_than(0)
-
-    def _held_by_more_than(self, others: int) -> bool:
-        uses = storage_uses(local(self.tensor))
-        if uses is None or self._own_uses is None:
-            return self.looked_at
-        return uses > self._own_uses + len(self._twins) + others
-
-    @property
-    def looked_at(self) -> bool:
-        """Whether the user still has a tensor of it."""
-        return any(alias() is not None for alias in self._aliases)
-
-    def taken(self) -> None:
-        """What was written has been taken."""
-        self._wrote = False
-        self._sums = None if self._sums is None else _sums(self.tensor)
-        self._seen = _version(self.tensor)
-        self._twins = [(tensor, _version(tensor)) for tensor, _ in self._twins]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Counts what is written: see [Note: two faces of a DTensor] in shards/local.py."""
-    return tensor._version + local(tensor)._version if is_distributed(tensor) else tensor._version
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two sums that hardly any change leaves as they are: of the bits, and of the values."""
-    flat = local(tensor).detach().reshape(-1)
-    bits = flat.view(_BITS[tensor.itemsize])
-    values = flat if tensor.itemsize > 1 else bits
-    return torch.stack((bits.sum(dtype=torch.int64), values.sum(dtype=torch.float64).view(torch.int64)))
+_all: "weakref.WeakSet[Outside]" = weakref.WeakSet()
 
 
 class Outside:
@@ -161,8 +62,16 @@ class Outside:
         self._last: int | None = None
         self._since = 0
         """Values that were lent since all of them were looked at."""
+        self._taken = 0
+        """How often values were taken: what is lent stays as good as it was."""
+        self._looked_at = 0
+        """``_age`` then."""
+        self._latest: deque[int] = deque(maxlen=FEW)
+        """Parameters that were read last."""
+        self._sharing = Sharing()
         self._tiling = Tiling(engine)
         engine.edges.append(self.settle)
+        _all.add(self)
 
     def follow(self, group: Group) -> None:
         """From now on this group's parameters ask here."""
@@ -211,7 +120,7 @@ class Outside:
             assert value is not None
             if known is None:
                 value = distributed_like(param, value)
-                known = Lent(param, value, self._engine.version)
+                known = Lent(param, value, self._age)
         self._lent.pop(id(param), None)
         self._lent[id(param)] = known  # behind those that were lent before
         self._last = id(param)
@@ -230,15 +139,22 @@ class Outside:
         part, held = local_part_of(param, value), local(lent.tensor)
         if part.dtype == held.dtype and part.data_ptr() == held.data_ptr() and part.stride() == held.stride():
             return  # what was written to it is found out as always
+        self._sharing.given(param)
+        owner = _owner_of(part, param)
         with torch.inference_mode(mode=False), torch.no_grad():
-            if self._can_be_adopted(part, held):
+            if owner is None and self._can_be_adopted(part, held):
                 self._lent[id(param)] = lent.succeeded_by(part.detach())
-            elif not lent.held:
+                return
+            if not lent.held:
                 held.copy_(part)
             else:
                 following = lent.succeeded_by(distributed_like(param, torch.empty_like(held)))
                 local(following.tensor).copy_(part)
                 self._lent[id(param)] = following
+        if owner is not None:
+            self._sharing.tied(param, owner)
+        else:
+            self._sharing.copied_from(param, part, self._age)
 
     def _can_be_adopted(self, part: torch.Tensor, held: torch.Tensor) -> bool:
         """Whether a tensor of the user's may be the lent value itself: the whole of its storage, and nobody else's."""
@@ -261,28 +177,32 @@ class Outside:
 
     def settle(self) -> None:
         """An edge: what was written is taken, what nobody holds goes."""
+        self._sharing.look(self._age, self._is_ours, self._name)
         if self._lent or self._old or self._last is not None:
             self._last = None
             self._take()
             self._reader.forget()
 
+    @property
+    def _age(self) -> int:
+        """Another one when parameters have changed, but by what the user wrote to what is lent."""
+        return self._engine.version - self._taken
+
     def _look_around(self, but: int) -> None:
         """Before a value is lent, ``but`` that of this parameter. Where the user keeps many only those that were lent last, or
-        a loop would look at each as often as there are parameters: whatever it keeps no longer is mostly among them. Of several
-        ranks all look at all, as what they take must not depend on what some rank keeps."""
+        a loop would look at each as often as there are parameters: whatever it keeps no longer is mostly among them. What is
+        looked at when follows from the order of reads alone, which is that of the other ranks, not from what this one keeps."""
         self._since += 1
-        kept, known = len(self._lent) + len(self._old), self._lent.get(but)
-        outdated = known is not None and known.version != self._engine.version
-        if outdated or kept <= FEW or self._since > kept or self._engine.ranks.size > 1:
+        self._latest.append(but)
+        if self._since > max(FEW, len(self._engine.places)) or self._looked_at != self._age:
             self._take(but)
-            return
-        last = list(islice(reversed(self._lent), FEW))
-        self._take_of([key for key in last if self._lent[key].version == self._engine.version], but)
+        else:
+            self._take_of([key for key in dict.fromkeys(self._latest) if key in self._lent], but)
 
     def _take(self, but: int | None = None) -> None:
-        self._since = 0
+        self._since, self._looked_at = 0, self._age
         for key, lent in list(self._lent.items()):
-            if lent.version != self._engine.version:
+            if lent.version != self._age:
                 self._old.append(self._lent.pop(key))
         self._look_after_old()
         self._take_of(list(self._lent), but)
@@ -309,13 +229,12 @@ class Outside:
 
     def _take_one(self, lent: Lent) -> None:
         """A changed value goes to the master; the others that are lent stay as good as they were."""
-        fresh = [other for other in self._lent.values() if other.version == self._engine.version]
+        before = self._engine.version
         lent.taken()
         say_written(self._engine, self._name(lent.param), local(lent.tensor))
         put_changed(self._engine, lent.param, local(lent.tensor))
         increment_version(lent.param)
-        for other in fresh:
-            other.version = self._engine.version
+        self._taken += self._engine.version - before
 
     def _written(self, group: Group, slots: list[int]) -> None:
         """A pass has written to parameters that it was shown."""
@@ -343,9 +262,21 @@ class Outside:
         place = self._engine.places[id(param)][0]
         return self._engine.groups[place.group], place.slot
 
+    def _is_ours(self, param: nn.Parameter) -> bool:
+        return id(param) in self._engine.places
+
     def _name(self, param: nn.Parameter) -> str:
         group, slot = self._group(param)
         return f"parameter {group.layout.slots[slot].name}"
+
+
+def _owner_of(value: torch.Tensor, but: nn.Parameter) -> nn.Parameter | None:
+    """The parameter, of any model, whose lent value lies in the same memory."""
+    if value.layout is not torch.strided:
+        return None
+    storage = value.untyped_storage()._cdata
+    every = chain.from_iterable(outside._lent.values() for outside in list(_all))
+    return next((lent.param for lent in every if lent.storage == storage and lent.param is not but), None)
 
 
 def watch_outside(engine: Engine) -> None:

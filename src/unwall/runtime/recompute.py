@@ -13,6 +13,7 @@ from torch.utils import checkpoint as checkpoint_source
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from unwall.runtime.block_state import Buffers, Given
+from unwall.runtime.same_again import SameAgain
 
 
 def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> list[str]:
@@ -32,11 +33,19 @@ def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> 
                 module.__dict__["_gradient_checkpointing_func"] = how
         return [name for name, _ in blocks]
     for _, block in blocks:
-        if block._compiled_call_impl is None:
-            block.forward = _recomputed(block, block.forward, how)
-        else:  # around what was compiled: inside it the search for other checkpoints would break the graph
-            block._compiled_call_impl = _recomputed(block, block._compiled_call_impl, how)
+        put_around(block, functools.partial(_recomputed, block, how=how))
     return [name for name, _ in blocks]
+
+
+def put_around(block: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Something runs around a block's forward from now on. A compiled block has it around all that was compiled, and around the
+    hooks that fetch its parameters: inside, it would break the graph, and those hooks would not run again."""
+    if type(block).__name__ == "OptimizedModule":  # which sets attributes of what it compiles, but for its dictionary
+        block.__dict__["_compiled_call_impl"] = wrap(block._call_impl)
+    elif block._compiled_call_impl is not None:
+        block._compiled_call_impl = wrap(block._compiled_call_impl)
+    else:
+        block.forward = wrap(block.forward)
 
 
 def repeated_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -54,6 +63,7 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], how: Callable[...
     """The same forward, whose activations are computed again in backward."""
     has_buffers = next(block.buffers(), None) is not None
     contexts = functools.partial(_contexts, Buffers(block)) if has_buffers else noop_context_fn
+    same = SameAgain(block)
     compiled = {"context_fn": contexts} if has_buffers else {}  # Dynamo knows partials, and no other callables of a closure
 
     @functools.wraps(forward)
@@ -63,7 +73,9 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], how: Callable[...
         if torch.compiler.is_compiling():
             return how(forward, *args, use_reentrant=False, **compiled, **kwargs)
         # What is given by name goes the same way as the rest: looked after by autograd, and to host or disk.
-        return how(by_place(block, forward, args, kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        named = by_place(block, forward, args, kwargs, same)
+        with same.whole():
+            return how(named, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
     return run
 
@@ -73,14 +85,17 @@ def _contexts(buffers: Buffers) -> tuple[AbstractContextManager[Any], AbstractCo
 
 
 def by_place(
-    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], same: SameAgain
 ) -> Callable[..., Any]:
     """A block's forward that takes all its arguments by their place. See [Note: the same again] in block_state.py."""
-    count, names, given = len(args), tuple(kwargs), Given((*args, *kwargs.values()))
+    count, names, given, tried = len(args), tuple(kwargs), Given((*args, *kwargs.values())), same.begin()
 
     def run(*values: Any) -> Any:
-        given.check()
-        return forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        values = given.again(values)
+        named = dict(zip(names, values[count:], strict=True))
+        if tried is None:
+            return forward(*values[:count], **named)
+        return tried.run(lambda: forward(*values[:count], **named), values)
 
     run.__self__ = block  # type: ignore[attr-defined] # whose forward it is, as a method says it
     return run

@@ -13,6 +13,8 @@ Packing adds noise, so what no replica has changed since it was averaged stays a
 what feedback has kept of the sum before, would be larger than those that are.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from unwall.shards.compress import Codec, seed_of, travels_packed
 from unwall.shards.gradient import Gradient
 from unwall.shards.packed_average import PackedAverage
 from unwall.tiers.block import MemoryBlock
+from unwall.tiers.ledger import BudgetError
 from unwall.tiers.tiers import Tiers
 from unwall.tiers.workers import shared_pool
 
@@ -95,8 +98,10 @@ class Replicas:
             return
         for start in range(0, run.numel(), PIECE_ELEMENTS):
             piece = run[start : start + PIECE_ELEMENTS]
-            wide = piece.to(self._ranks.device, torch.promote_types(piece.dtype, torch.float32))
-            piece.copy_(self._ranks.all_reduce_sum(wide).div_(self._ranks.size))
+            dtype = torch.promote_types(piece.dtype, torch.float32)
+            with self._meanwhile(engine, piece.numel() * dtype.itemsize * (self._ranks.size + 2), gradient):
+                wide = piece.to(self._ranks.device, dtype)
+                piece.copy_(self._ranks.all_reduce_sum(wide).div_(self._ranks.size))
             self._ranks.traffic.reduced_bytes += (self._ranks.size - 1) * wide.nbytes
 
     def _average_packed(
@@ -110,12 +115,24 @@ class Replicas:
             first = gradient.group.own_start + start
             seed = seed_of(engine.ranks.steps, gradient.passes, gradient.group.index, self._ranks.rank, first)
             rest = None if residual is None else residual[start : start + PACKED_PIECE_ELEMENTS]
-            wide = None if rest is None else rest.to(self._ranks.device, torch.float32)
-            piece.copy_(packed.average(piece.to(self._ranks.device), seed, wide))
-            if rest is not None and wide is not None:
-                rest.copy_(wide)
+            nbytes = packed.nbytes(piece.numel(), piece.dtype, rest is not None)
+            with self._meanwhile(engine, nbytes, gradient):
+                wide = None if rest is None else rest.to(self._ranks.device, torch.float32)
+                piece.copy_(packed.average(piece.to(self._ranks.device), seed, wide))
+                if rest is not None and wide is not None:
+                    rest.copy_(wide)
         for place, values in aside:
             place.copy_(values)
+
+    @contextmanager
+    def _meanwhile(self, engine: "Engine", nbytes: int, gradient: Gradient) -> Iterator[None]:
+        """What an average takes on the device is on the ledger. Cached groups make room for it, as far as there are any: the
+        same pieces on each rank, however much room one of them has."""
+        label = f"the average of {gradient.group.name} over replicas"
+        with suppress(BudgetError):
+            engine.executor.make_room(nbytes, label)
+        with self._tiers.device.noting(nbytes, label):
+            yield
 
     def _travels_packed(self, gradient: Gradient) -> bool:
         """As inside a replica: what is summed in fp32 was meant to be exact."""

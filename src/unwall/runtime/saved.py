@@ -13,12 +13,14 @@ what is around the model. A pair that is pushed inside the model covers ours: th
 puts one of ours, with that pair as a layer, in its place. Whoever pushed it pops that, as pops do not look at what they pop.
 
 Autograd compares versions only of what goes through no hooks at all. So that is done here where there are none but ours:
-a tensor that was changed since it was saved is an error.
+a tensor that was changed since it was saved is an error. A step saves thousands of tensors, and each object that Python makes
+for one is another that its garbage collector counts, and looks at: an activation is kept as it is, and the version that it had
+only where that was not 0.
 """
 
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.utils import checkpoint
@@ -33,6 +35,7 @@ from unwall.shards.local import distributed_like, local
 
 _TENSOR, _STRIDED = torch.Tensor, torch.strided
 _is_wrapped = transforms.is_wrapped
+_new_tuple: Any = tuple.__new__  # that of a NamedTuple is written in Python
 
 
 class Layer(Protocol):
@@ -49,6 +52,13 @@ class Called(Protocol):
     caller: FrameType | None
 
 
+class OwnLayer(Layer, Protocol):
+    """One of ours. Where it packs a tensor as a tensor it is the same one, and is not unpacked."""
+
+    active: bool
+    """Whether it does anything now to what is packed."""
+
+
 class Hooks(NamedTuple):
     """A pair of hooks that was there before ours, as a layer."""
 
@@ -56,26 +66,15 @@ class Hooks(NamedTuple):
     unpack: Callable[[Any], Any]
 
 
-class Versions:
-    """The layer that does what autograd does without hooks: keeps the tensor, and refuses one that was changed since."""
+class Kept(NamedTuple):
+    """A view of a flat buffer that autograd has saved, where no hooks but ours are."""
 
-    def __init__(self, name_of: Callable[[torch.Tensor], str]) -> None:
-        self._name_of = name_of
-
-    def pack(self, value: Any, /) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value, None
-        # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
-        return value.detach(), None if value.is_inference() else value._version
-
-    def unpack(self, packed: Any, /) -> Any:
-        value, version = packed
-        if version is not None and value._version != version:
-            raise RuntimeError(
-                f"backward needs {self._name_of(value)} as it was in forward, but it has been modified since by an inplace "
-                "operation, or by an optimizer's step: run forward again"
-            )
-        return value
+    group: int
+    value: Any
+    """The view, detached; or what a layer has made of it."""
+    version: int | None
+    views: SavedViews
+    """What goes with it: then it counts as ours."""
 
 
 class SavedTensors:
@@ -83,19 +82,20 @@ class SavedTensors:
 
     def __init__(self, groups: Sequence[Group], reading: Callable[[int], None]) -> None:
         self.reading = reading
-        self.layers: list[Layer] = []
+        self.layers: list[OwnLayer] = []
         """What saved tensors go through after the user's hooks, if there are any."""
         self.seen: Callable[[Any, Any], None] | None = None
         """Told of each tensor before anything happens to it, and of the checkpoint that takes it, if one does: its ``pack``. In
         passes that are measured; set between two passes."""
         self.watching = False
         """A pair of ours is in place."""
-        self._pushed: Any = None
+        self.pushed: Any = None
         """Its ``pack``: what is usually on top."""
+        self.look: default_hooks.Look | None = None
+        """While watching: says what is on top."""
         self.stand_ins = StandIns()
-        self._versions = Versions(self._name_of)
-        self._groups = groups
-        self._flats: dict[int, int] = {}
+        self.groups = groups
+        self.flats: dict[int, int] = {}
         """From storages that come and go to groups."""
         self._streams = False
         self.homes = 0
@@ -106,14 +106,14 @@ class SavedTensors:
         """What is saved of these groups goes through here."""
         for group in groups:
             if group.evictable:
-                group.buffer.make_known(self._flats, group.index)
-        self._streams = bool(self._flats)
+                group.buffer.make_known(self.flats, group.index)
+        self._streams = bool(self.flats)
         self.homes += 1
 
     def follow_anew(self) -> None:
         """Groups have other homes: some come and go that did not before, or the other way round."""
-        self._flats.clear()
-        self.follow(self._groups)
+        self.flats.clear()
+        self.follow(self.groups)
 
     @property
     def streams(self) -> bool:
@@ -130,7 +130,7 @@ class SavedTensors:
         if tensor.layout is not _STRIDED or _is_wrapped(tensor):
             return None  # sparse tensors and their like have no storage of their own
         part = tensor if type(tensor) is _TENSOR else local(tensor)
-        return self._flats.get(part.untyped_storage()._cdata)
+        return self.flats.get(part.untyped_storage()._cdata)
 
     def watch(self) -> "Pair | None":
         """From now on what is saved goes through here, unless it does already. The result is for ``unwatch``."""
@@ -141,15 +141,14 @@ class SavedTensors:
         if owner is not None and owner.saved is self:
             return None
         pair = self._over(top)
-        self._pushed = pair.pack
-        default_hooks.push(self._pushed, pair.unpack)
-        self.watching = True
+        self.pushed = pair.pack
+        default_hooks.push(self.pushed, pair.unpack)
+        self.watching, self.look = True, default_hooks.look()
         return pair
 
     def cover(self) -> None:
-        """While watching: a pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
-        top = default_hooks.top()
-        if top is None or top[0] is self._pushed:
+        """A pair that was pushed over ours becomes a layer of one of ours, which takes its place."""
+        if self.look is None or (top := self.look(True)) is None or top[0] is self.pushed:
             return
         if _owner(top) is None:  # another sharded model's has ours among its layers
             pair = self._over(top)
@@ -158,7 +157,7 @@ class SavedTensors:
 
     def unwatch(self, pair: "Pair") -> None:
         """Ends what ``watch`` began. Pairs that someone pushed since and has not popped yet stay."""
-        self.watching, self._pushed = False, None
+        self.watching, self.pushed, self.look = False, None, None
         above: list[Any] = []
         while (top := default_hooks.top()) is not None and _owner(top) is not pair:
             above.append(top)
@@ -169,7 +168,7 @@ class SavedTensors:
             default_hooks.push(pack, unpack)
 
     def _over(self, top: Any) -> "Pair":
-        return Pair(self, (*self.layers, self._versions) if top is None else (Hooks(*top), *self.layers))
+        return Pair(self, tuple(self.layers), None if top is None else Hooks(*top))
 
     def shown(self, value: torch.Tensor) -> torch.Tensor:
         """What backward gets: a view of a flat buffer whose group is resident, or any other tensor as it is."""
@@ -181,36 +180,42 @@ class SavedTensors:
         self.reading(index)
         if view is None:
             return value
-        storage = self._groups[index].buffer.tensor.untyped_storage()
+        storage = self.groups[index].buffer.tensor.untyped_storage()
         part = local(value).new_empty(0).set_(storage, view.offset, view.shape, view.stride)
         return distributed_like(value, part)
 
     def views_of(self, index: int) -> SavedViews:
         """What goes with each view of a group's flat buffer that autograd holds: then it counts as ours."""
-        return self._groups[index].buffer.saved
+        return self.groups[index].buffer.saved
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
-        index = self.group_of(tensor)
-        return "a tensor" if index is None else f"a parameter of group {self._groups[index].name}"
+    def refuse_changed(self, index: int | None) -> NoReturn:
+        """A tensor was changed since it was saved."""
+        name = "a tensor" if index is None else f"a parameter of group {self.groups[index].name}"
+        raise RuntimeError(
+            f"backward needs {name} as it was in forward, but it has been modified since by an inplace "
+            "operation, or by an optimizer's step: run forward again"
+        )
 
 
 class Pair:
     """A pair of default hooks: the guard of flat buffers around some layers. See [Note: layers]."""
 
-    __slots__ = ("_checkpoint", "_homes", "_layers", "_ours", "_taker", "call", "saved")
+    __slots__ = ("_checkpoint", "_homes", "_layers", "_taker", "_under", "_versions", "call", "saved")
 
-    def __init__(self, saved: SavedTensors, layers: tuple[Layer, ...]) -> None:
+    def __init__(self, saved: SavedTensors, layers: tuple[OwnLayer, ...], under: Hooks | None) -> None:
         self.saved = saved
         self.call: Callable[[], Called | None] | None = None
         """A weak reference to the call that it is there for. None: it is about to begin."""
         self._layers = layers
-        self._checkpoint = isinstance(layers[0], Hooks) and layers[0].pack.__module__ == checkpoint.__name__
-        """The first layer is a checkpoint's. See [Note: stand-ins]."""
-        self._taker = layers[0].pack if self._checkpoint else None
-        self._ours = not isinstance(layers[0], Hooks)
-        """All layers are ours. They give back the tensor that they got, or a copy of an activation: what was known of it then
-        still holds."""
+        """Ours. They give back the tensor that they got, or a copy of an activation: what was known of it then still holds."""
+        self._under = under
+        """What comes before them: hooks that are not ours."""
+        self._checkpoint = under is not None and under.pack.__module__ == checkpoint.__name__
+        """Those are a checkpoint's. See [Note: stand-ins]."""
+        self._taker = under.pack if under is not None and self._checkpoint else None
         self._homes = saved.homes
+        self._versions: dict[int, int | None] = {}
+        """Of activations (by the id of what is kept of them) that had another version than 0. None: it cannot be asked."""
 
     def is_over(self) -> bool:
         """Whether its call has ended. Nothing pops it after an interrupt: it goes when this thread next calls a model."""
@@ -219,26 +224,47 @@ class Pair:
             return self.call is not None
         return call.caller is None or not is_executed(call.caller)
 
-    def pack(self, tensor: torch.Tensor) -> "tuple[int | None, Any, SavedViews | None]":
-        if self.saved.seen is not None:
-            self.saved.seen(tensor, self._taker)
-        index = self.saved.group_of(tensor)
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """As long as it is for the sake of few Python calls: it is called for each tensor that is saved."""
+        saved = self.saved
+        if saved.seen is not None:
+            saved.seen(tensor, self._taker)
+        if type(tensor) is _TENSOR and tensor.layout is _STRIDED and not _is_wrapped(tensor):
+            index = saved.flats.get(tensor.untyped_storage()._cdata)
+        else:
+            index = saved.group_of(tensor)
+        if self._under is not None:
+            return self._pack_over(self._under, index, tensor)
         value: Any = tensor
-        if self._ours:
-            for layer in self._layers:
+        for layer in self._layers:
+            if layer.active:
                 value = layer.pack(value)
-            return index, value, None if index is None else self.saved.views_of(index)
+        version: int | None = None
+        if isinstance(value, _TENSOR):
+            # Detached: a node that saves its own output would otherwise hold itself, and an abandoned graph would never go.
+            value = value.detach()
+            try:
+                version = value._version
+            except RuntimeError:  # an inference tensor
+                version = None
+        if index is not None:
+            return _new_tuple(Kept, (index, value, version, saved.groups[index].buffer.saved))
+        if version != 0:
+            self._versions[id(value)] = version
+        elif self._versions:
+            self._versions.pop(id(value), None)  # of one that is gone, and had the same id
+        return value
+
+    def _pack_over(self, under: Hooks, index: int | None, tensor: torch.Tensor) -> tuple[int | None, Any]:
+        """The same over hooks that are not ours."""
         if index is None or self._checkpoint:
-            value = tensor if index is None else self.saved.stand_ins.of(index, tensor)
-            for layer in self._layers:
-                value = layer.pack(value)
-            return None, value, None
-        first, *others = self._layers
-        assert isinstance(first, Hooks)
-        value = self._handed(first, index, tensor)
-        for layer in others:
+            value = under.pack(tensor if index is None else self.saved.stand_ins.of(index, tensor))
+            index = None
+        else:
+            value = self._handed(under, index, tensor)
+        for layer in self._layers:
             value = layer.pack(value)
-        return index, value, None
+        return index, value
 
     def _handed(self, hooks: Hooks, index: int, tensor: torch.Tensor) -> Any:
         """See [Note: handed to hooks] in handed.py."""
@@ -246,15 +272,31 @@ class Pair:
         handed.Claim(lambda found: self.saved.group_of(found) == index, self.saved.views_of(index)).search(packed)
         return packed[0]
 
-    def unpack(self, packed: "tuple[int | None, Any, SavedViews | None]") -> Any:
-        index, value = packed[0], packed[1]
+    def unpack(self, packed: Any) -> Any:
+        if self._under is not None:
+            return self._unpack_over(self._under, *packed)
+        saved, value, index = self.saved, packed, None
+        if type(packed) is Kept:
+            index, value, version, _ = packed
+            saved.reading(index)
+        else:
+            version = self._versions.get(id(value), 0) if self._versions else 0
+        if not isinstance(value, _TENSOR):
+            for layer in reversed(self._layers):
+                value = layer.unpack(value)
+        elif version is not None and value._version != version:
+            saved.refuse_changed(index)
+        if self._homes != saved.homes and isinstance(value, _TENSOR):
+            return saved.shown(value)
+        return value
+
+    def _unpack_over(self, under: Hooks, index: int | None, value: Any) -> Any:
         if index is not None:
             self.saved.reading(index)  # first: hooks may read what they kept of the flat buffer
         for layer in reversed(self._layers):
             value = layer.unpack(value)
-        if self._ours and self._homes == self.saved.homes:
-            return value
-        return self.saved.shown(value) if isinstance(value, torch.Tensor) else value
+        value = under.unpack(value)
+        return self.saved.shown(value) if isinstance(value, _TENSOR) else value
 
 
 def _top() -> Any:

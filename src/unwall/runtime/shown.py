@@ -27,6 +27,8 @@ from unwall.shards.local import local_part_of
 if TYPE_CHECKING:
     from unwall.runtime.engine import Engine
 
+_ASKS_NOBODY = nn.Parameter.__torch_function__
+
 
 class Shown:
     """See [Note: .grad by hand]."""
@@ -58,11 +60,19 @@ class Shown:
                     places = self._engine.places.get(id(param))
                     if places is not None and places not in self._marks:
                         self._show(places, param)
+        for places in self._engine.backward.with_graph:
+            if places in self._marks:
+                self._made[places].graph = True
+        self._engine.backward.with_graph.clear()
 
     def take(self, param: nn.Parameter) -> torch.Tensor | None:
         """What autograd has brought for a parameter, taken out of ``.grad``."""
         if not self._running:
             self.bringing(param)
+        if not self._marks and type(param).__torch_function__ is _ASKS_NOBODY:
+            grad = param.grad
+            param.grad = None
+            return grad
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be of a class that asks
             grad = param.grad
             if not self._marks:
@@ -102,7 +112,7 @@ class Shown:
                 if grad is None:
                     if places in self._marks and param is not but:
                         cleared.append(places)
-                elif param is not but and not (isinstance(grad, HeldGrad) and grad.places == places and not grad.views):
+                elif param is not but and not self._is_own(grad, places):
                     given.append(places)
         if not cleared and not given:
             return
@@ -118,6 +128,10 @@ class Shown:
             self._forget([places])
             self.access.put(places, value)
             self._show(places)
+
+    def _is_own(self, grad: torch.Tensor, places: Places) -> bool:
+        """Whether it is what the parameter there shows, and not that of another one, or of another model."""
+        return isinstance(grad, HeldGrad) and grad.places == places and not grad.views and grad.access() is self.access
 
     def settle(self) -> None:
         """Before a step: what the user left in ``.grad`` counts, zeros too."""
@@ -180,7 +194,7 @@ class Shown:
         # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
         if made is None or sys.getrefcount(made) > 3:
             made = self._made[places] = HeldGrad.make(self.access, places, self._marks)
-        made.mark = mark
+        made.mark, made.graph = mark, False
         param.grad = made
 
     def _forget(self, every: list[Places]) -> None:

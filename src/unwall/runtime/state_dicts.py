@@ -5,12 +5,6 @@ torch loads module by module: what is wrong in the last module shows when all ot
 load looks at everything below its module before anything is written, and raises what torch would have raised at the end. The
 ranks compare what they were given, by checksums: tensors that only rank 0 has are taken from there (``state_dict`` gives them
 to rank 0 only), anything else that differs is an error on every rank.
-
-[Note: copies]
-What torch's ``state_dict`` gives shares memory with the parameters, and there are loops that load by writing to it
-(``model.state_dict()[name].copy_(value)``). Ours gives copies. Their version counters are kept until the parameters change, and
-a write to one is an error at the next edge. Not where only an optimizer's states are loaded or saved: a loop that fills what
-both gave (``torch.distributed.checkpoint``) may load them first.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +15,8 @@ from torch import nn
 
 from unwall.native import interrupts
 from unwall.runtime.engine import Engine
-from unwall.runtime.load_check import Given, compare, outline_of, wanted_by
+from unwall.runtime.given_copies import GivenCopies
+from unwall.runtime.load_check import Given, compare, outline_of, unreadable, wanted_by
 from unwall.runtime.whole import WholeParams, lay_out, put_whole, show_again, whole_dtype
 from unwall.shards.collectives import Ranks
 from unwall.shards.dimensions import same_model
@@ -39,9 +34,9 @@ class StateDictHooks:
         self._outermost: nn.Module | None = None
         self._missing_elsewhere: list[tuple[Ranks, dict[str, Given]]] = []
         """What some rank was not given, of each set of ranks that compare what they were given, in their order."""
-        self._copies: list[tuple[str, torch.Tensor, int]] = []
-        """What ``state_dict`` gave since the parameters have last changed: names, and what counts the writes to it."""
-        self._copied_at = -1
+        self._copies = GivenCopies(lambda: engine.version)
+        self._laid_out: dict[int, int] = {}
+        """Parameters that are being loaded, and what counts the writes to them."""
         self._saving = False
         engine.checks.append(self._look_at_copies)
 
@@ -61,28 +56,14 @@ class StateDictHooks:
                 del state_dict[prefix + name]
             else:
                 state_dict[prefix + name] = value
-                self._count_writes(prefix + name, value)
+                self._copies.add(prefix + name, value)
         if prefix == "":
             self._reader.forget()
 
-    def _count_writes(self, name: str, value: torch.Tensor) -> None:
-        """See [Note: copies]."""
-        if self._copied_at != self.engine.version:
-            self._copies.clear()
-            self._copied_at = self.engine.version
-        if not value.is_inference():
-            counter = value.detach()
-            counter.data = counter.new_empty(0)  # keeps the counter, and no memory
-            self._copies.append((name, counter, counter._version))
-
     def _look_at_copies(self) -> None:
-        """An edge: nobody has written to what ``state_dict`` gave."""
-        if not self._copies or self._saving:
-            return
-        copies, self._copies = self._copies, []
-        if self._copied_at != self.engine.version:
-            return
-        written = [name for name, counter, version in copies if counter._version != version]
+        """An edge: nobody has written to what ``state_dict`` gave. Not where only an optimizer's states are loaded or saved: a
+        loop that fills what both gave (``torch.distributed.checkpoint``) may load them first."""
+        written = [] if self._saving else self._copies.written()
         if written:
             error = RuntimeError(
                 f"{', '.join(written[:5])} was written in model.state_dict(), whose tensors are copies here: the model has not "
@@ -139,6 +120,8 @@ class StateDictHooks:
                 if is_distributed(param) and not is_distributed(given):
                     state_dict[prefix + name] = distributed_like(param, local_part_of(param, given))
                 self.engine.loading.add(id(param))
+                if not is_distributed(param) and not param.is_inference():  # they do not count what is copied to them
+                    self._laid_out[id(param)] = param._version
 
     @interrupts.defers
     def after_load(self, module: nn.Module, _: Any) -> None:
@@ -148,13 +131,19 @@ class StateDictHooks:
                 continue
             self.engine.loading.discard(id(param))
             try:
-                put_whole(self.engine, param, local(param).detach())
+                if self._is_written(param):
+                    put_whole(self.engine, param, local(param).detach())
             except BaseException as error:
                 self.engine.executor.agreement.fail(error, spoilt=False)
                 raise
             show_again(self.engine, param)
         if module is self._outermost:
             self._end()
+
+    def _is_written(self, param: nn.Parameter) -> bool:
+        """Otherwise torch could not copy what was given, and will say so: the parameter stays as it was."""
+        seen = self._laid_out.pop(id(param), None)
+        return seen is None or param._version != seen
 
     def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """See [Note: loading]."""
@@ -163,7 +152,7 @@ class StateDictHooks:
         wanted = wanted_by(module, prefix, self.engine.places)
         sets = same_model(self.engine.ranks, self.engine.others) or [self.engine.ranks]
         outline = outline_of(state_dict, prefix, wanted, digests=any(ranks.size > 1 for ranks in sets))
-        problems: list[str] = []
+        problems = unreadable(state_dict, prefix, wanted)
         missing = []
         for ranks in sets:  # where one set has found problems the others are told, so that all raise
             every, told = zip(*ranks.every((outline, problems)), strict=True)
@@ -182,6 +171,7 @@ class StateDictHooks:
         """The load is over, well or not: parameters that it was about to write show what they did before."""
         self._outermost = None
         self._missing_elsewhere = []
+        self._laid_out.clear()
         if not self.engine.loading:
             return
         for group in self.engine.groups:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from unwall.runtime.engine import ActivationStats, Engine, Speculated
+from unwall.runtime.counts import ActivationStats, Speculated
+from unwall.runtime.engine import Engine
 from unwall.runtime.stats_table import stats_line, stats_table
 from unwall.tiers.meter import LinkMeter, LinkStats
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from unwall.tiers.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from unwall.runtime.engine import ActivationStats
+    from unwall.runtime.counts import ActivationStats
     from unwall.runtime.stats import Stats
     from unwall.tiers.meter import LinkStats
 

@@ -13,7 +13,8 @@ never followed from one to the next: that thread goes on meanwhile, and the next
 
 Waiting could be for ever: a forward that starts threads which run parts of the same model waits for them, and they for it.
 After ``PATIENCE_SECONDS`` in which the other one has used nothing, that is an error. Over several ranks nobody waits: the order
-of two threads could differ between ranks.
+of two threads could differ between ranks. But for one: whoever called a backward that ended with an exception hears of that a
+moment before the thread of autograd's that ran it has let go of its graph task.
 
 A child that was forked has the model's memory but none of the threads that move it: using the model there is an error.
 """
@@ -38,9 +39,12 @@ _LOOK_SECONDS = 0.05
 
 
 class Token:
-    """Something that can be told from everything else, and asked whether it is still there."""
+    """Something that can be told from everything else, and asked whether it is still there. ``thread``: who made it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 class _Here(threading.local):
@@ -71,6 +75,8 @@ class Turn:
         self._token: Token | None = None
         self._place = weakref.ref(_here.token)
         """Gone when the thread is."""
+        self._caller: Token | None = None
+        """Of a backward: the turn that its caller had taken last."""
         self._nested = 0
         """Turns inside it, of the same thread."""
 
@@ -88,8 +94,14 @@ class Turn:
                 self._wait(what)
             self._thread, self._what, self._during, self._is_backward, self._nested = me, what, during, backward, 0
             self._place = weakref.ref(_here.token)
+            self._caller = _taken_by_caller() if backward else None
             self._token = Token()
             _taken.set(self._token)
+
+    @property
+    def is_nested(self) -> bool:
+        """For who has it: whether it is within another one."""
+        return self._nested > 0
 
     def end(self) -> None:
         """Nothing to do where another thread has found it over."""
@@ -140,12 +152,19 @@ class Turn:
 
     def _works_for_holder(self) -> bool:
         """A backward that is called inside a forward may run on a thread of autograd's."""
-        if not torch._C._is_key_in_tls("context"):
-            return False
-        return torch._C._get_obj_in_tls("context").get(_taken) is self._token
+        taken = _taken_by_caller()
+        return taken is not None and taken is self._token
+
+    def _called_from_here(self) -> bool:
+        """Whether it is a backward that this thread has called. As this thread does something else now, it has ended.
+
+        By its thread, not by the turn itself: meanwhile the caller may have used another model, and a thread that was started
+        with a copy of the caller's context has not called anything."""
+        mine = self._caller is not None and self._caller.thread == threading.get_ident()
+        return mine and torch._C._current_graph_task_id() == -1
 
     def _wait(self, what: str) -> None:
-        if not self._alone:
+        if not self._alone and not self._called_from_here():
             raise RuntimeError(
                 f"{what}: {self.name()} is using the model. Over several ranks one thread uses a model, because ranks would "
                 "meet in another order: do it there, or one after the other"
@@ -161,6 +180,14 @@ class Turn:
                     f"{what}: {self.name()} has been using the model for {PATIENCE_SECONDS:.0f} s without getting on. One "
                     "thread at a time uses a sharded model: a forward must not wait for threads that run parts of it"
                 )
+
+
+def _taken_by_caller() -> Token | None:
+    """On a thread of autograd's: the turn that whoever called backward had taken last."""
+    if not torch._C._is_key_in_tls("context"):
+        return None
+    taken: Token | None = torch._C._get_obj_in_tls("context").get(_taken)
+    return taken
 
 
 class HasTurn(Protocol):

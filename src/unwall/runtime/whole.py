@@ -31,7 +31,8 @@ def whole_run(engine: Engine, group: Group, owned: torch.Tensor, everywhere: boo
     else:
         owned = owned.to(engine.device.device)  # what the ranks exchange lies on the device
         whole = torch.empty(group.layout.padded_numel, dtype=owned.dtype, device=owned.device)
-        engine.ranks.all_gather(whole, owned.contiguous()).wait()
+        gathered = engine.ranks.all_gather(whole, owned.contiguous())
+        (gathered.wait if everywhere else gathered.arrive)()
     if everywhere:
         return whole.detach().to(engine.device.device)
     return whole.detach().cpu() if engine.ranks.rank == 0 else None

@@ -9,6 +9,10 @@ The first pass knows nothing and holds only what it needs, and what it fetches a
 did at the same place (a larger batch, longer samples), the limit goes down in proportion, at once. After an out-of-memory,
 whoever met it, nothing is known any more, and the margin doubles.
 
+Between two uses others may hold more than at either (the loss and its gradient). The allocator's peak shows that, but only
+where it is the highest so far: later passes stay below it. So what was once seen is taken to be there in each pass of that
+kind, on top of what others hold at the uses themselves.
+
 The limit only says what to drop: nothing is refused because of it.
 """
 
@@ -73,6 +77,11 @@ class Limit:
         self._margin_share = 0.0 if counted else MARGIN_SHARE
         self._known: dict[Hashable, list[int]] = {}
         """By kind of pass: what others held at each use, beyond what they had at its beginning."""
+        self._between: dict[Hashable, int] = {}
+        """By kind of pass: how much more others held between two uses than at any of them."""
+        self._at_uses: dict[Hashable, int] = {}
+        """By kind of pass: what they held at the uses of the last one, at most."""
+        self._most_at_uses = 0
         self._kind: Hashable = None
         self._now: list[int] = []
         self._most_now = self._most_known = 0
@@ -85,9 +94,11 @@ class Limit:
         """A pass begins; the one before becomes what is known about its kind."""
         found = self._probe.allocated()
         if self._now:
-            self._known[self._kind] = self._now
+            self._known[self._kind], self._at_uses[self._kind] = self._now, self._most_at_uses
+            self._between[self._kind] = max(max(self._now) - self._most_at_uses, self._between.get(self._kind, 0))
         if found.failures > self._failures:
             self._known.clear()
+            self._between.clear()
             self._margin_share = min(MOST_MARGIN_SHARE, 2 * self._margin_share)
         self._failures = found.failures
         self._peak, self._before = found.peak_bytes, self._ours()
@@ -95,12 +106,16 @@ class Limit:
         self._shared = self._probe.free_bytes() + found.reserved_bytes - self._base
         self._kind, self._now, self._growth = kind, [], 1.0
         self._most_now, self._most_known = 0, max(self._known.get(kind, [0]))
+        if kind in self._known:
+            self._most_known = max(self._most_known, self._at_uses.get(kind, 0) + self._between[kind])
+        self._most_at_uses = 0
         self._decide()
 
     def used(self) -> None:
         """A group is about to be used."""
         found, ours = self._probe.allocated(), self._ours()
         others = found.allocated_bytes - ours - self._base
+        self._most_at_uses = max(self._most_at_uses, others)
         if found.peak_bytes > self._peak:  # since the last use, when ours was one or the other
             others = max(others, found.peak_bytes - max(ours, self._before) - self._base)
         self._peak, self._before = found.peak_bytes, ours

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from unwall.schedule.activations import Choice, Link, Measured, choose, everywhere, scaled
+from unwall.schedule.activations import Choice, Link, Measured, choose, everywhere, held_bytes, peak_bytes, scaled
 
 
 class Observed(NamedTuple):
@@ -14,16 +14,31 @@ class Observed(NamedTuple):
     """Bytes that the first block was given: passes with more tokens have more."""
     blocks: tuple[Measured, ...]
     beyond_bytes: int
-    """What the pass needed on the device besides its blocks and its states."""
+    """What the pass needed on the device besides its blocks and its states, in their backward."""
     room_bytes: int
     """What there is for the blocks and that."""
     link: Link
+    loss_bytes: int = 0
+    """The same before that: when forward has ended, and all blocks hold what they hold."""
 
     def best(self, ratio: float, room_bytes: int, link: Link) -> tuple[Choice, ...]:
         """The choices for a pass with ``ratio`` times the tokens."""
-        left = room_bytes - int(self.beyond_bytes * max(1.0, ratio))
+        left = room_bytes - self._grown(self.beyond_bytes, ratio)
+        if left <= 0:
+            return everywhere("recompute", self.blocks)
+        loss = Measured(max(0, self._grown(self.loss_bytes - self.beyond_bytes, ratio)), 0, 0.0)  # as if it were one more block
+        return choose([*self.scaled(ratio), loss], left, link)[:-1]
+
+    def needed_bytes(self, ratio: float, choices: Sequence[Choice]) -> int:
+        """What such a pass needs at most, its blocks and all besides them."""
         blocks = self.scaled(ratio)
-        return choose(blocks, left, link) if left > 0 else everywhere("recompute", blocks)
+        held = sum(held_bytes(*pair) for pair in zip(blocks, choices, strict=True))
+        in_backward = peak_bytes(blocks, choices) + self._grown(self.beyond_bytes, ratio)
+        return max(in_backward, held + self._grown(self.loss_bytes, ratio))
+
+    @staticmethod
+    def _grown(nbytes: int, ratio: float) -> int:
+        return int(nbytes * max(1.0, ratio))
 
     def scaled(self, ratio: float) -> Sequence[Measured]:
         return self.blocks if ratio == 1.0 else scaled(self.blocks, ratio)
@@ -42,7 +57,8 @@ def worst(every: Sequence[Observed]) -> Observed:
         bytes_per_second=min(one.link.bytes_per_second for one in every),
         host_bytes=min(one.link.host_bytes for one in every),
     )
-    return Observed(size, merged, max(one.beyond_bytes for one in every), min(one.room_bytes for one in every), link)
+    beyond, loss = max(one.beyond_bytes for one in every), max(one.loss_bytes for one in every)
+    return Observed(size, merged, beyond, min(one.room_bytes for one in every), link, loss)
 
 
 def is_met(number: int, measured: int) -> bool:

@@ -38,6 +38,10 @@ class Pins:
     def is_soft(self, index: int) -> bool:
         return index in self._soft
 
+    def holds(self, index: int) -> bool:
+        """Whether it is pinned in either way."""
+        return index in self._soft or self._hard[index] > 0
+
     def soften(self, index: int) -> None:
         """A hard pin becomes the group's soft one."""
         self._hard[index] -= 1

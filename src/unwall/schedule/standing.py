@@ -50,7 +50,8 @@ CLOSE, NOTHING = 1e-5, 1e-15
 """Numbers whose relative difference, or whose difference, is less are taken to be the same: near the end of a cosine nothing is
 left but its last bits."""
 ALIKE_S = 10.0
-"""How long a rank that failed around a step waits for others that fail alike: they have just met, after the backward."""
+"""How long a rank that failed around a step waits for others that fail alike, unless one of them waits for it: they have just
+met, after the backward."""
 
 
 class Promise(NamedTuple):
@@ -213,7 +214,8 @@ class Standing:
         if self._ranks.size == 1 or self.apart or self.failed:
             return False
         watch = self._control.watch
-        if watch.come_alike(f"alike/{self._control.model}/{watch.faults}/{self._alike}", ALIKE_S):
+        seconds = ALIKE_S if isinstance(error, Exception) else min(ALIKE_S, PATIENCE_S)  # Ctrl-C comes to all at once
+        if watch.come_alike(f"alike/{self._control.model}/{watch.faults}/{self._alike}", seconds):
             self._alike += 1
             return False
         if why:

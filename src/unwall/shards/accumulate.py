@@ -24,7 +24,8 @@ class Accumulator:
         """Parameters whose gradient is in the flat buffer."""
         self._group = group
         self._tiers = tiers
-        self._flat: MemoryBlock | None = None
+        self.flat: MemoryBlock | None = None
+        """The flat buffer, while it is filled."""
         self._typed: torch.Tensor | None = None
         """The flat buffer in the dtype of the gradients."""
         self._strides: dict[int, tuple[torch.Size | None, tuple[int, ...], int]] = {}
@@ -35,7 +36,7 @@ class Accumulator:
 
     @property
     def filling(self) -> bool:
-        return self._flat is not None
+        return self.flat is not None
 
     @property
     def pending(self) -> set[int]:
@@ -54,10 +55,10 @@ class Accumulator:
 
     def begin(self, flat: MemoryBlock | None) -> None:
         """Starts filling ``flat``, or new memory."""
-        if self._flat is not None:
+        if self.flat is not None:
             raise RuntimeError(f"the gradients of group {self._group.name} are being filled already: end that first")
-        self._flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
-        self._typed = self._flat.view(self.dtype)
+        self.flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
+        self._typed = self.flat.view(self.dtype)
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) the slot's part of one parameter's gradient into the flat buffer."""
@@ -103,12 +104,12 @@ class Accumulator:
             flat.copy_(self._local.view(self._wide).add_(flat))
             self.arrived |= self._local_slots
             self._free_local()
-        assert self._flat is not None
-        return self._flat
+        assert self.flat is not None
+        return self.flat
 
     def handed_over(self) -> None:
         """The flat buffer is somebody else's now."""
-        self._flat = self._typed = None
+        self.flat = self._typed = None
         self.arrived.clear()
 
     def drop(self, slots: set[int]) -> None:
@@ -124,7 +125,7 @@ class Accumulator:
 
     def clear(self) -> None:
         """Forgets everything."""
-        if self._flat is not None:
+        if self.flat is not None:
             self._free_flat()
         self._free_local()
 
@@ -153,9 +154,9 @@ class Accumulator:
             flat[end:].zero_()
 
     def _free_flat(self) -> None:
-        assert self._flat is not None
-        self._tiers.device.free(self._flat)
-        self._flat = self._typed = None
+        assert self.flat is not None
+        self._tiers.device.free(self.flat)
+        self.flat = self._typed = None
         self.arrived.clear()
 
     def _free_local(self) -> None:

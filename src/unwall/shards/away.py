@@ -6,8 +6,9 @@ Both are kept from one step to the next, because an update may read them after t
 import torch
 
 from unwall.native.library import DiskError
+from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
-from unwall.shards.landing import Holding, LandingPlace
+from unwall.shards.landing import Holding, LandingPlace, OnDevice
 from unwall.shards.layout import Segment
 from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Store
@@ -199,3 +200,10 @@ class OnDisk(Away):
                 head = block.head(group.own_numel * dtype.itemsize)
             self._stores[dtype] = Store(self._tiers, group.pending, "disk", group.own_numel, dtype, label, block=head)
         return self._stores[dtype]
+
+
+def place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> LandingPlace:
+    """Where a group's gradient lands: where its update runs."""
+    if group.home.tier == "device":
+        return OnDevice(group, tiers, dtype, keep_flat=keep_flat)
+    return (OnDisk if group.home.grads == "disk" else OnHost)(group, tiers, dtype, ranks.rank)

@@ -288,5 +288,5 @@ def _fill(group: Group, unit: Unit, values: _Values, taken: list[tuple[Group, in
                     write_master(group, segment.shard_start, value[segment.start : segment.start + segment.numel])
             if entry.param.is_meta:
                 made_real(entry.param, group.layout.dtype, group.flat.device)
-            group.detach_one(slot)
+            group.faces.put_away_one(slot)
             taken.append((group, slot))

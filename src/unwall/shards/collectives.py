@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import datetime
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -198,12 +199,17 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 _live: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 _controls: dict["dist.ProcessGroup", tuple[Any, Watch]] = {}
+_owner = os.getpid()
+"""The process that made the last of them."""
 
 
 @atexit.register
 def _let_go_of_groups() -> None:
     """Nothing here keeps a process group into the interpreter's end: its threads would want an interpreter that is gone, and
-    abort the process. Models that are still alive, or garbage that was not collected, do not count any more."""
+    abort the process. Models that are still alive, or garbage that was not collected, do not count any more. A forked child has
+    none of those threads, and must not end them."""
+    if os.getpid() != _owner:
+        return
     for ranks in list(_live):
         ranks.let_go()
     _controls.clear()
@@ -216,6 +222,8 @@ def _control(group: "dist.ProcessGroup | None", backend: Any, rank: int, size: i
         return Control(None, None, rank, size, datetime.timedelta())
     timeout = getattr(getattr(backend, "options", None), "_timeout", datetime.timedelta(minutes=30))
     if group not in _controls:
+        global _owner
+        _owner = os.getpid()
         watch = Watch(PrefixStore("unwall/watch", _store_of(group).clone()), rank, size)
         _controls[group] = host_group(group, "control", timeout), watch
     return Control(*_controls[group], rank, size, timeout)
@@ -259,6 +267,12 @@ class Collective:
 
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
+
+    def arrive(self) -> None:
+        """``wait`` for whoever reads it on the host next: it is there, or a DivergedError says that it will not be."""
+        if self._work is not None and self._control is not None and not self._blocks:
+            self._control.outwait(self._work, self._label)
+        self.wait()
 
     def wait(self) -> None:
         if self._work is None:

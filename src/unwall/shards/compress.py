@@ -18,6 +18,7 @@ import torch
 
 from unwall.native import quantise as native
 from unwall.native.pool import WorkerPool
+from unwall.shards.compress_device import KERNELS
 from unwall.shards.compress_torch import BLOCK, pack_blocks, unpack_blocks
 from unwall.tiers.host import DTYPES
 
@@ -75,6 +76,8 @@ class Codec:
                 keep=(packed, values, residual),
             ).wait()
             return
+        if values.is_cuda and KERNELS.pack(values.device, packed, values, pieces, self.bits, seed, residual):
+            return
         for scales, codes, span in self._parts(packed, count, pieces):
             rest_of = None if residual is None else residual[span]
             pack_blocks(scales, codes, values[span], self.bits, span.start, seed, rest_of)
@@ -86,6 +89,8 @@ class Codec:
             address, source, keep = values.data_ptr(), packed.data_ptr(), (packed, values)
             native.dequantise(self.pool(), address, source, DTYPES[values.dtype], count, pieces, self.bits, keep=keep).wait()
             return
+        if values.is_cuda and KERNELS.unpack(values.device, values, packed, pieces, 1, self.bits, 1):
+            return
         for scales, codes, span in self._parts(packed, count, pieces):
             values[span].copy_(unpack_blocks(scales, codes, self.bits))
 
@@ -96,6 +101,8 @@ class Codec:
             address, source, keep, by_ = total.data_ptr(), packed.data_ptr(), (packed, total), float(divisor)
             kind = DTYPES[total.dtype]
             native.dequantise(self.pool(), address, source, kind, count, pieces, self.bits, divisor=by_, keep=keep).wait()
+            return
+        if total.is_cuda and KERNELS.unpack(total.device, total, packed, 1, pieces, self.bits, divisor):
             return
         by = torch.full((), float(divisor), device=total.device)
         parts = [self._parts(packed[piece * nbytes :], count, 1) for piece in range(pieces)]

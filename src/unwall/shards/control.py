@@ -27,7 +27,9 @@ import torch
 import torch.distributed as dist
 
 from unwall.native import interrupts
-from unwall.shards.watch import LOOK_S, Watch
+from unwall.shards.long_wait import LongWait
+from unwall.shards.looking import LOOK_S
+from unwall.shards.watch import Watch
 
 TEXT_WORDS = 64
 """For a text that ranks tell each other, 7 bytes in each."""
@@ -214,6 +216,7 @@ class Control:
         waits, and this returns at once."""
         limit = self.timeout.total_seconds() if patience_s is None else patience_s
         until = time.monotonic() + limit
+        long: LongWait | None = None
         try:
             if not blocks:
                 work.wait()
@@ -226,11 +229,31 @@ class Control:
                     if patience_s is not None:
                         return False
                     raise self.unanswered(where, f"within {self.timeout}")
+                if patience_s is None:
+                    long = long or LongWait(self.watch, self.rank, where)
+                    if why := long.look():
+                        raise self.unanswered(where, why)
         except DivergedError:
             raise
         except RuntimeError as error:
             raise self.unanswered(where, str(error)) from error
+        finally:
+            if long is not None:
+                long.over()
         return True
+
+    def outwait(self, work: Any, where: str) -> None:
+        """Waits on the host for work that the device waits in, where the host would wait for the device in any case. Who waits
+        there hears of nothing until the process group is given up, and then torch's watchdog may end the process first."""
+        pause_s, ended = 1e-4, False
+        while not ended:
+            ended = work.is_completed()  # also where it was given up: asked before the reason is, which is said before that
+            if self.watch.end:
+                at = f"{where} ({self.watch.where()})"
+                raise DivergedError(f"rank {self.rank} waits at {at}, but the ranks cannot go on: {self.watch.end}")
+            if not ended:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1e-2)
 
     def unanswered(self, where: str, why: str) -> DivergedError:
         """The error of a wait that was in vain, or of a collective that could not begin."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+Look = Callable[[bool], Any]
 push: Callable[[Callable[[Any], Any], Callable[[Any], Any]], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-_top: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_top: Look | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def visible() -> bool:
@@ -19,6 +20,11 @@ def visible() -> bool:
 def top() -> Any:
     """The pair that autograd applies now, if there is one, as far as it can be seen."""
     return None if _top is None else _top(True)
+
+
+def look() -> Look | None:
+    """What tells which pair is on top when it is called with True, for those who ask often. See ``visible``."""
+    return _top
 
 
 @contextmanager

@@ -8,6 +8,10 @@ written to its parameters in place is found out by their version counters and ad
 ``param.data`` gives counts its writes apart from the parameter: the class in a pass, ``near``, is ``nn.Parameter`` but that it
 tells of each such tensor (``lent``), whose counter is then looked at, too.
 
+[Note: placeholders]
+The parameter of an absent group is one NaN expanded to its shape: shape, device and numel stay true, and what reaches it past
+all that watches reads NaN (loud, never garbage). The nn.Parameter object itself is the user's; only its class changes.
+
 [Note: overwritten halves]
 Where the flat buffer is the home of bf16 parameters it is the upper half of their masters. A write there would leave it open
 which elements it has changed, and so which remainders still belong to them. So before a write that is seen coming (``.data``, a
@@ -26,7 +30,7 @@ from unwall.shards.local import is_distributed, local, show
 class Faces:
     """Of one group's parameters. See [Note: open and closed]."""
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, device: torch.device) -> None:
         self.is_open = True
         self.away: type[nn.Parameter] | None = None
         """None: there is no such class (yet), and parameters are always plain."""
@@ -42,7 +46,11 @@ class Faces:
         self._params = params
         self._plain = type(params[0]) if params else nn.Parameter
         """DTensors and other parameters are never in one group."""
+        self._spread = bool(params) and is_distributed(params[0])
+        """They are DTensors."""
         self._layout = layout
+        placeholder = _placeholder(layout.dtype, device)
+        self._placeholders = [placeholder.expand(slot.shape) for slot in layout.slots]
         self._versions: list[int] = []
         self._lent: list[tuple[int, torch.Tensor, int]] = []
         """What ``.data`` gave in this pass: of which slot, what shares its counter, and what that was."""
@@ -72,26 +80,37 @@ class Faces:
 
     def show_all(self, tensors: Sequence[torch.Tensor], whole: Sequence[bool] | None = None) -> None:
         """All parameters are plain and show their tensor, or those that are ``whole``."""
-        away, plain, near = self.away, self._plain, self.near
+        away, plain, near, spread = self.away, self._plain, self.near, self._spread
         for slot, param in enumerate(self._params):
             if whole is not None and not whole[slot]:
                 continue
             kind = type(param)
             if kind is near or kind is away:
                 param.__class__ = plain
-            if is_distributed(param):
+            if spread:
                 show(param, tensors[slot])
             else:
                 param.data = tensors[slot]
+
+    def put_away(self) -> None:
+        """All parameters are placeholders. See [Note: placeholders]."""
+        self.show_all(self._placeholders)
+        self.hide_all()
+        self.is_open = False
+
+    def put_away_one(self, slot: int) -> None:
+        self.show(slot, self._placeholders[slot])
+        self.hide(slot)
 
     def opened(self) -> None:
         """All parameters show the flat buffer: what is written from now on counts."""
         self.is_open = True
         self._lent.clear()
         self._versions = _versions(self._params) if self.away is not None else []
+        plain, near = self._plain, self.near
         for param, offset in zip(self._params, self._offsets, strict=True) if self.away is not None else ():
-            if offset >= 0 and type(param) is self._plain:
-                param.__class__ = self.near
+            if offset >= 0 and type(param) is plain:
+                param.__class__ = near
         for slot in self._rewritten:
             self.may_be_written(slot)
 
@@ -135,11 +154,12 @@ class Faces:
             return []
         versions, start = _versions(self._params), flat.data_ptr()
         through_data = {slot for slot, tensor, version in self._lent if tensor._version != version}
+        parts = [local(param) for param in self._params] if self._spread else self._params
         return [
             at
-            for at, (param, offset) in enumerate(zip(self._params, self._offsets, strict=True))
+            for at, (param, part, offset) in enumerate(zip(self._params, parts, self._offsets, strict=True))
             if offset >= 0
-            and (versions[at] != self._versions[at] or local(param).data_ptr() != start + offset or at in through_data)
+            and (versions[at] != self._versions[at] or part.data_ptr() != start + offset or at in through_data)
             and type(param) in (self._plain, self.near)
         ]
 
@@ -149,3 +169,10 @@ def _versions(params: Sequence[nn.Parameter]) -> list[int]:
         return [param._version for param in params]
     except RuntimeError:  # inference tensors count nothing
         return [0] * len(params)
+
+
+def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.zeros((), dtype=dtype, device=device)
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+    return torch.full((), value, dtype=dtype, device=device)

@@ -23,11 +23,11 @@ from functools import partial
 import torch
 
 from unwall.shards.accumulate import Accumulator
-from unwall.shards.away import OnDisk, OnHost
+from unwall.shards.away import place_of
 from unwall.shards.collectives import Ranks
 from unwall.shards.compress import Codec, travels_packed
 from unwall.shards.group import Group
-from unwall.shards.landing import Holding, LandingPlace, OnDevice
+from unwall.shards.landing import Holding
 from unwall.shards.layout import Segment
 from unwall.shards.packed_reduce import PackedReducer
 from unwall.shards.reduce import Reducer, Reduction
@@ -80,6 +80,7 @@ class Gradient:
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self._forgotten: set[int] = set()
         """Parameters whose gradients are still in the place, but not wanted any more."""
+        self._alone = ranks.size == 1
         self._own = Accumulator(group, tiers, dtype)
         self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
         if bits is not None and ranks.size > 1 and travels_packed(dtype):
@@ -92,7 +93,7 @@ class Gradient:
         """What is under way. None when IDLE."""
         self._before: set[int] | None = None
         """Parameters that earlier pieces brought, if what is under way is a further piece."""
-        self._new_place = partial(_place_of, group, tiers, ranks, dtype, keep_flat)
+        self._new_place = partial(place_of, group, tiers, ranks, dtype, keep_flat)
         self._place = self._new_place()
 
     def move(self) -> None:
@@ -125,9 +126,11 @@ class Gradient:
     @property
     def flat_bytes(self) -> int:
         """Device memory that a pass over this group's backward takes: the flat buffer and, over ranks, what it becomes."""
+        further = self._place.growth_bytes + (0 if self._alone else self._reducer.nbytes)
+        if self._own.flat is not None or self._place.flat is not None:
+            return further
         sent = self._reduction is not None and self._reduction.has_flat  # it is back before the next pass takes one
-        there = self._own.filling or self._place.flat is not None or sent
-        return (0 if there else self._own.flat_bytes) + self._place.growth_bytes + self._reducer.nbytes
+        return further if sent else further + self._own.flat_bytes
 
     @property
     def reduce_bytes(self) -> int:
@@ -143,9 +146,10 @@ class Gradient:
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
-        if self.phase is not Phase.IDLE or not self._own.filling:
+        own = self._own
+        if self.phase is not Phase.IDLE or own.flat is None:
             self._fill()
-        self._own.take(slot, grad)
+        own.take(slot, grad)
 
     def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
         """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
@@ -340,9 +344,3 @@ class Gradient:
         self._place.clear()
         self._own.clear()
         self._reducer.forgotten()
-
-
-def _place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> LandingPlace:
-    if group.home.tier == "device":
-        return OnDevice(group, tiers, dtype, keep_flat=keep_flat)
-    return (OnDisk if group.home.grads == "disk" else OnHost)(group, tiers, dtype, ranks.rank)

@@ -4,11 +4,6 @@
 ABSENT     parameters are placeholders; the flat buffer has no memory (or, when params are not cut, stale content).
 ARRIVING   the flat buffer has memory and is being filled; parameters are still placeholders.
 RESIDENT   the flat buffer is filled and every parameter is a view of it.
-
-[Note: placeholders]
-The parameter of an absent group is one NaN expanded to its shape: shape, device and numel stay true, and what reaches it past
-all that watches reads NaN (loud, never garbage). The nn.Parameter object itself is the user's; only its class changes (see
-[Note: open and closed] in shards/faces.py).
 """
 
 import enum
@@ -19,20 +14,18 @@ import torch
 from torch import nn
 
 from unwall.native.library import DiskError
-from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.compress import Codec, travels_packed
 from unwall.shards.faces import Faces
 from unwall.shards.flat import FlatBuffer
-from unwall.shards.layout import Layout, Segment
+from unwall.shards.layout import Layout
+from unwall.shards.owned import Owned
 from unwall.shards.packed_gather import PackedGather
 from unwall.shards.placement import Home
 from unwall.shards.replica import Replica
-from unwall.shards.states import GROUP, StateKey, StateSpec
-from unwall.shards.store import Pending, Staging, Store
+from unwall.shards.store import Staging, Store
 from unwall.tiers.block import Region
 from unwall.tiers.disk import named
-from unwall.tiers.ledger import TierName
 from unwall.tiers.ticket import Ticket, order_after
 from unwall.tiers.tiers import Tiers
 
@@ -45,11 +38,10 @@ class Residence(enum.Enum):
     RESIDENT = "resident"
 
 
-class Group:
-    """An ordered list of parameters, their flat buffer, and the states this rank owns of them.
+class Group(Owned):
+    """An ordered list of parameters, their flat buffer, and the states this rank owns of them (shards/owned.py).
 
-    ``own`` is the run of flat elements whose gradient, master and optimizer state this rank keeps: its 1/N, or everything at
-    stage 0. ``shard`` is this rank's 1/N of the parameters in the compute dtype: a part of the flat buffer where that is kept
+    ``shard`` is this rank's 1/N of the parameters in the compute dtype: a part of the flat buffer where that is kept
     whole, memory of its own where parameters are cut.
     """
 
@@ -70,38 +62,23 @@ class Group:
         gather_bits: int | None = None,
         replicated: bool = False,
     ) -> None:
+        super().__init__(name, layout, tiers, ranks, staging, own_all=own_all)
         self.index = index
-        self.name = name
-        self.layout = layout
         self.params = list(params)
         self.dtypes = list(dtypes)
         """Each parameter's dtype before sharding: what ``state_dict`` gives back."""
         self.residence = Residence.ABSENT
-        self.copies = 1
-        """On how many tensor ranks each element is kept: norms count it once."""
-        self.lean = False
-        """Its master has 24 bits, and its moments a byte each: ``AdamW(states="lean")``."""
-        self.pending = Pending(staging)
-        self.generation = 0
-        """Counts changes of the states other than by updates: what was computed from them before is out of date."""
-        self._tiers = tiers
-        self._ranks = ranks
         self._gathering: Collective | None = None
         self._copying: Ticket | None = None
-        self.own_start = 0 if own_all else ranks.rank * layout.shard_numel
-        self.own_numel = layout.padded_numel if own_all else layout.shard_numel
-        self.states: dict[StateKey, Store] = {}
         self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
-        self._cut, self._own_all = cut, own_all
+        self._cut = cut
         self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
         self._replicated = replicated and ranks.nodes is not None
         self.replica: Replica | None = None
         """A second copy inside the node, if the plan wants one. See [Note: replica] in shards/replica.py."""
         self.live_at(home)
         self._whole = [slot.whole for slot in layout.slots]
-        placeholder = _placeholder(layout.dtype, tiers.device.device)
-        self._placeholders = [placeholder.expand(slot.shape) for slot in layout.slots]
-        self.faces = Faces(self.params, layout)
+        self.faces = Faces(self.params, layout, tiers.device.device)
 
     def live_at(self, home: Home, value: torch.Tensor | None = None) -> None:
         """Takes up a home. ``value``: the owned run, if it had another one, whose places the caller frees. All or nothing."""
@@ -118,10 +95,7 @@ class Group:
             own.copy_(value)
             self.pending.staging.close()
         self.home, self.buffer, self.evictable = home, buffer, evictable
-        self.param: Store | None = param
-        """The owned run of the parameters, where it has a place of its own."""
-        self.flat_is_home = flat_is_home
-        """The flat buffer is where the parameters live: nothing has to be fetched, and it is never dropped."""
+        self.param, self.flat_is_home = param, flat_is_home
         if self.replica is not None:
             self.replica.free()
         self.replica = replica
@@ -136,17 +110,6 @@ class Group:
     def _packed_gather(self) -> PackedGather:
         codec, label = Codec(self._gather_bits or 8, lambda: self.pool), f"parameters of {self.name} on their way"
         return PackedGather(codec, self._tiers.device, self.layout, self._ranks, label)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The whole parameters, end to end, where they are gathered."""
-        return self.buffer.tensor
-
-    @property
-    def pool(self) -> WorkerPool:
-        """Workers for host memory."""
-        assert self._tiers.host.pool is not None
-        return self._tiers.host.pool
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -348,100 +311,27 @@ class Group:
         return self.param.tensor(write=False)
 
     def detach(self) -> None:
-        """Parameters become placeholders. See [Note: placeholders]."""
-        self.faces.show_all(self._placeholders)
-        self.faces.hide_all()
+        """Parameters become placeholders."""
+        self.faces.put_away()
         self.residence = Residence.ABSENT
-        self.faces.is_open = False
-
-    def detach_one(self, slot: int) -> None:
-        self.faces.show(slot, self._placeholders[slot])
-        self.faces.hide(slot)
-
-    def _attach_one(self, slot: int) -> None:
-        """A parameter that lies in several slots is never shown: whoever computes with it takes the views of its parts."""
-        if self._whole[slot]:
-            self.faces.show(slot, self.buffer.views[slot])
 
     def show(self, slot: int) -> None:
-        """A parameter that was lent to the user shows again what its group's residence says."""
+        """A parameter that was lent to the user shows again what its group's residence says. One that lies in several slots is
+        never shown: whoever computes with it takes the views of its parts."""
         if self.residence is Residence.RESIDENT and self._whole[slot]:
-            self._attach_one(slot)
+            self.faces.show(slot, self.buffer.views[slot])
             if not self.faces.is_open:
                 self.faces.hide(slot)
         else:
-            self.detach_one(slot)
+            self.faces.put_away_one(slot)
 
     def view_of(self, slot: int) -> torch.Tensor:
         """The slot's place in the flat buffer, whatever the parameter shows now."""
         return self.buffer.views[slot]
 
-    # -- states this rank owns ----------------------------------------------------------------------------------------
-
-    @property
-    def own_param(self) -> torch.Tensor:
-        """The owned run of the parameters in the compute dtype: what the update writes."""
-        return self.own_param_for(write=True)
-
-    def own_param_for(self, write: bool) -> torch.Tensor:
-        """The same; without ``write`` it must not be changed."""
-        if self.param is not None:
-            return self.param.tensor(write)
-        if write:
-            self.buffer.block.await_reader()
-        return self.flat.narrow(0, self.own_start, self.own_numel)
-
-    def owned_segments(self) -> tuple[Segment, ...]:
-        """What of each parameter lies in the owned run; ``shard_start`` counts from the run's start."""
-        if self.own_numel == self.layout.padded_numel:
-            slots = enumerate(self.layout.slots)
-            return tuple(Segment(i, slot.start, slot.offset, slot.numel) for i, slot in slots if slot.numel)
-        return self.layout.segments(self._ranks.rank)
-
-    def await_readers(self) -> None:
-        """Before the group's states are changed on the caller's thread: a snapshot that is being written has read them."""
-        if self.flat_is_home:
-            self.buffer.block.await_reader()
-        for store in (*([] if self.param is None else [self.param]), *self.states.values()):
-            store.await_reader()
-
-    def state(self, spec: StateSpec, owner: int = GROUP, write: bool = True) -> torch.Tensor:
-        """A state over the owned run; it comes into being at first use. Without ``write`` it must not be changed."""
-        return self.store(spec, owner).tensor(write)
-
-    def store(self, spec: StateSpec, owner: int = GROUP) -> Store:
-        """The same where it lives."""
-        key = spec.key(owner)
-        if key not in self.states:
-            self.states[key] = self.make_store(spec, owner)
-        return self.states[key]
-
-    def make_store(self, spec: StateSpec, owner: int = GROUP) -> Store:
-        """Room for a state, which the group does not know yet."""
-        label, tier = f"{spec.name} of group {self.name}", tier_of(spec.key(owner), self.home)
-        made = Store(self._tiers, self.pending, tier, self.own_numel, spec.dtype, label)
-        if spec.initial:
-            try:
-                made.tensor().fill_(spec.initial)
-            except BaseException:
-                made.free()
-                raise
-        return made
-
-    def has_state(self, spec: StateSpec, owner: int = GROUP) -> bool:
-        return spec.key(owner) in self.states
-
-    def free_state(self, key: StateKey) -> None:
-        self.states.pop(key).free()
-
     def _expect(self, residence: Residence) -> None:
         if self.residence is not residence:
             raise RuntimeError(f"group {self.name} is {self.residence.value}, expected {residence.value}")
-
-
-def tier_of(key: StateKey, home: Home) -> TierName:
-    """Where a state of a group lives. What belongs to the group itself is its master."""
-    return home.master if key.owner == GROUP else home.states
 
 
 def close_all(groups: Iterable[Group]) -> None:
@@ -455,10 +345,3 @@ def _quietly(tensor: torch.Tensor) -> AbstractContextManager[None]:
     """Writing inside does not count as a change: autograd's saved views of the flat buffer stay valid."""
     preserve: AbstractContextManager[None] = torch.autograd._unsafe_preserve_version_counter(tensor)  # type: ignore[attr-defined]
     return preserve
-
-
-def _placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if dtype is torch.bool:
-        return torch.zeros((), dtype=dtype, device=device)
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-    return torch.full((), value, dtype=dtype, device=device)

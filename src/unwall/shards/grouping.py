@@ -136,7 +136,7 @@ def _cut(module: nn.Module, name: str, left: dict[int, list[Entry]], limit: Limi
     if not inside:
         return
     # Where all are parts, they are units of their own wherever the module is cut.
-    last = not any(module.children()) or all(entry.part is not None for entry in inside)
+    last = next(module.children(), None) is None or all(entry.part is not None for entry in inside)
     if last or limit.holds(sum(entry.nbytes for entry in inside)):
         units += _own_units(name, inside)
         for entry in inside:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -29,15 +30,15 @@ class Slot:
     length: int | None = None
     """Elements of the range. None: all."""
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape) if self.length is None else self.length
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.offset + self.numel
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether all of the parameter is here. Otherwise the parameter lies in several slots, of one group or of several."""
         return self.numel == math.prod(self.shape)

@@ -26,6 +26,13 @@ class PackedAverage:
         self._codec = codec
         self._pieces = 1 if ranks.size <= FEW else ranks.size
 
+    def nbytes(self, numel: int, dtype: torch.dtype, feedback: bool) -> int:
+        """Device memory that an average of so many elements takes meanwhile, with the values and the residual themselves."""
+        padded = align_up(numel, BLOCK * self._pieces)
+        packed = self._codec.packed_bytes(padded)
+        arriving = packed * self._ranks.size if self._pieces == 1 else packed + 2 * padded * dtype.itemsize
+        return numel * dtype.itemsize + 4 * padded + (4 * (padded + numel) if feedback else 0) + packed + arriving
+
     def average(self, values: torch.Tensor, seed: int, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The average of the replicas' ``values``, on their device. ``residual``, in fp32: is added first, and holds what the
         rounding has left of the sum afterwards."""

@@ -109,9 +109,10 @@ class PackedReducer(Reducer):
         seed = seed_of(self.ranks.steps, number, self.group.index, self.ranks.rank)
         residual = self._residual()
         aside = [] if residual is None else self._set_aside(residual, own.arrived)
-        self.codec.pack(sent, flat.view(self.dtype), self.ranks.size, seed, residual)
-        for place, values in aside:
-            place.copy_(values)
+        with self.device.noting(sum(values.nbytes for _, values in aside), f"residuals of {self.group.name} set aside"):
+            self.codec.pack(sent, flat.view(self.dtype), self.ranks.size, seed, residual)
+            for place, values in aside:
+                place.copy_(values)
         return flat
 
     def _residual(self) -> torch.Tensor | None:

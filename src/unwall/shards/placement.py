@@ -148,7 +148,7 @@ def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
     """What comes and goes on the device: two groups gathered (where one ends and the next begins), two gradients, what they
     are reduced to, and one gradient in both widths while it moves to fp32. Packed parameters: of three groups, one that is
     needed and two that are fetched ahead. Or, where that is more, what calls inside calls read
-    at once, and one gradient. It is enough for every order of uses: see [Note: room] in schedule/executor.py."""
+    at once, and one gradient. It is enough for every order of uses: see [Note: room] in schedule/room.py."""
     moving = [
         size for size, home in zip(sizes, homes, strict=True) if not (size.whole if home.tier == "device" else home.resident)
     ]

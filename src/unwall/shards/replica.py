@@ -101,10 +101,11 @@ class Replica:
     def serve(self) -> None:
         """Gathers them for another rank, to nowhere."""
         self._order()
-        whole = torch.empty(self._layout.padded_numel, dtype=self._layout.dtype, device=self._device)
-        place = self._place(whole)
-        place.copy_(self.block.view(self._layout.dtype))
-        self._inside.all_gather(whole, place).wait()
+        with self._tiers.device.noting(self._layout.flat_bytes, self._name):
+            whole = torch.empty(self._layout.padded_numel, dtype=self._layout.dtype, device=self._device)
+            place = self._place(whole)
+            place.copy_(self.block.view(self._layout.dtype))
+            self._inside.all_gather(whole, place).wait()
 
     @property
     def travels(self) -> tuple[int, int]:

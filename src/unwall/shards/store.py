@@ -213,7 +213,7 @@ class Store:
         self._tiers.free(self._block)
 
     def _free_staged(self) -> None:
+        staged, self._staged, self._changed = self._staged, None, False  # first: an interrupt may come while it is freed
         self.pending.staging.drop(self)
-        if self._staged is not None:
-            self._tiers.host.free(self._staged)
-        self._staged, self._changed = None, False
+        if staged is not None:
+            self._tiers.host.free(staged)

@@ -15,31 +15,31 @@ Whether a rank that does not answer is slow, stopped or dead is seen in its proc
 elsewhere it is known whether its thread still answers, and whether its machine does ([Note: lines] in shards/lines.py).
 """
 
-import atexit
 import contextlib
-import functools
 import os
+import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from unwall.shards import looking
 from unwall.shards.lines import ends_of, is_loopback, lines
+from unwall.shards.looking import LOOK_S
+from unwall.shards.processes import Process, look_up, machine_name
 from unwall.shards.uncaught import tell_uncaught
 
-LOOK_S = 0.5
-"""How often the thread looks into the store."""
 ANSWER_S = 3 * LOOK_S
 """After this time a rank whose process runs has answered."""
+WAITS_S = 2.0
+"""A rank that has been waiting for others for so long will not do anything else before they come."""
 CERTAIN = 4
 """After so many looks a rank that has ended is given up where only the device waits for it: all may be ending just now."""
+SAY_S = 0.1
+"""How long before that whoever waits may raise."""
 MOST_TEXT = 2000
 """Characters of an error that the other ranks are told."""
-_EXITING = 0x4
-"""The kernel's PF_EXITING, of a process's flags."""
 
 
 class Stuck(Protocol):
@@ -54,15 +54,6 @@ class Onlooker(Protocol):
 
     def look(self) -> None:
         """Called on the thread that looks, about twice a second."""
-
-
-class Process(NamedTuple):
-    """Where a rank runs."""
-
-    machine: str
-    pid: int
-    began: str
-    """When, as the kernel counts: a later process of the same number is another one."""
 
 
 class Watch:
@@ -91,6 +82,10 @@ class Watch:
         """Of a mesh, whose ranks these are: for messages."""
         self.names: list[str] = []
         """What each rank is called there, if not by its number."""
+        self.waits_since: float | None = None
+        """When this rank began the wait that it is in, once that lasts. See [Note: long waits] in shards/long_wait.py."""
+        self.slow_told = False
+        """It was said once that the ranks wait for long."""
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -100,9 +95,10 @@ class Watch:
         self._processes: dict[int, Process] = {}
         self._vanished: set[int] = set()
         self._lines_drawn = False
+        self._has_left = False
         self._ends: tuple[str, str] | None = None  # this machine's address and the store's, once they are needed
-        self._set(f"who/{rank}", " ".join(map(str, (_machine(), os.getpid(), _look_up(os.getpid())[1]))))
-        _begin_looking(self)
+        self._set(f"who/{rank}", " ".join(map(str, (machine_name(), os.getpid(), look_up(os.getpid())[1]))))
+        looking.begin(self)
         tell_uncaught(self)
 
     def let_go(self) -> None:
@@ -131,7 +127,7 @@ class Watch:
         """The ranks cannot go on."""
         if not self.end:
             self.end = text
-            _wake.set()  # the thread gives up what the device is stuck in, before torch's own watchdog ends the process
+            looking.wake.set()  # the thread gives up what the device is stuck in, before torch's own watchdog ends the process
         if not self._get("end"):
             self._set("end", text)
 
@@ -143,25 +139,50 @@ class Watch:
         self.tell_end(f"{name} has ended with {what}. It was {self.where()}. Start all ranks again, from a checkpoint")
 
     def come_alike(self, what: str, seconds: float) -> bool:
-        """Whether all other ranks say the same within this time: only after something has gone wrong."""
+        """Whether all other ranks say the same within this time: only after something has gone wrong. One that has been waiting
+        for other ranks all the while does not: it waits for this one. Whoever decides first decides for all."""
         self._set(f"{what}/{self._rank}", "here")
-        until, missing = time.monotonic() + seconds, list(self._others)
-        while missing := [rank for rank in missing if not self._get(f"{what}/{rank}")]:
-            if time.monotonic() >= until or self.end or self.fault:
-                return False
+        missing, until, asked = list(self._others), time.monotonic() + seconds, ""
+        ask_at = time.monotonic() + LOOK_S  # a wait that has just come to its end is over by then
+        while not (verdict := self._get(f"{what}/verdict")):
+            missing, now = [rank for rank in missing if not self._get(f"{what}/{rank}")], time.monotonic()
+            in_vain = self.end or self.fault or any(self._waits(rank, asked) for rank in missing if asked)
+            if not missing or in_vain or now >= until:
+                verdict = self._decide(f"{what}/verdict", "apart" if missing else "alike")
+                break
+            if now >= ask_at:
+                asked, ask_at = self._ask(), now + 2 * LOOK_S
             time.sleep(LOOK_S / 25)
-        return True
+        return verdict == "alike"
+
+    def _waits(self, rank: int, asked: str) -> bool:
+        """Whether a rank has answered that it has long been waiting for others."""
+        answered, _, waited_s = self._sign(rank)
+        return answered == asked and float(waited_s or 0) >= WAITS_S
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 
     def describe_others(self) -> str:
         """What is known of each other rank, for an error."""
-        asked = f"{self._rank} {time.time()}"
-        self._set("ask", asked)
-        until = time.monotonic() + ANSWER_S
+        asked, until = self._ask(), time.monotonic() + ANSWER_S
         while time.monotonic() < until and any(self._may_answer(rank, asked) for rank in self._others):
             time.sleep(LOOK_S / 5)
         return "; ".join(self._describe(rank) for rank in self._others)
+
+    def _ask(self) -> str:
+        """All ranks say where they are. What they answer to."""
+        asked = f"{self._rank} {time.time()}"
+        self._set("ask", asked)
+        return asked
+
+    def left(self) -> str:
+        """A rank whose script has come to its end although its process has not, if there is one. One of several."""
+        rank = self._get("left")
+        return self._name(int(rank)) if rank and int(rank) != self._rank else ""
+
+    def stopped(self) -> str:
+        """Ranks of this machine whose process is stopped, if there are any."""
+        return "; ".join(self._describe(rank) for rank in self._others if self._state(rank) == "stopped")
 
     def dead(self) -> list[int]:
         """Ranks whose process has ended, on this machine, or whose machine has vanished."""
@@ -174,20 +195,21 @@ class Watch:
             self.let_go()
         told = " and ".join(self._describe(rank) for rank in sorted(self._vanished))
         self.end = self.end or f"{told}. Start all ranks again, from a checkpoint"
-        _wake.set()
+        looking.wake.set()
 
     def _may_answer(self, rank: int, asked: str) -> bool:
         return self._state(rank) not in ("gone", "stopped", "vanished") and self._sign(rank)[0] != asked
 
     def _describe(self, rank: int) -> str:
-        process, state = self._process(rank), self._state(rank)
-        name = self.names[rank] if self.names else f"rank {rank}{f' of {self.dimension}' if self.dimension else ''}"
+        process, state, name = self._process(rank), self._state(rank), self._name(rank)
         if state == "gone":
             return f"{name} has ended (process {process.pid})"
         if state == "vanished":
             return f"{name} has vanished: its machine ({process.machine.partition('/')[0]}) does not answer any more"
         if state == "stopped":
             return f"rank {rank} is stopped (process {process.pid}; SIGCONT lets it go on)"
+        if self._get("left") == str(rank):
+            return f"{name} has come to the end of its script (process {process.pid} is still there)"
         place = self._sign(rank)[1]  # asks the store: not for a rank that has vanished, see lost()
         if place:
             return f"rank {rank} runs (process {process.pid}): it is {place}"
@@ -195,16 +217,20 @@ class Watch:
             return f"rank {rank} runs (process {process.pid}), but does not answer"
         return f"rank {rank} (process {process.pid} on another machine) does not answer: it is stopped, dead or cut off"
 
-    def _sign(self, rank: int) -> tuple[str, str]:
-        """What the last sign of life answers, and the place it tells."""
-        asked, _, place = self._get(f"sign/{rank}").partition("\n")
-        return asked, place
+    def _name(self, rank: int) -> str:
+        return self.names[rank] if self.names else f"rank {rank}{f' of {self.dimension}' if self.dimension else ''}"
+
+    def _sign(self, rank: int) -> tuple[str, str, str]:
+        """What the last sign of life answers, the place it tells, and for how many seconds the rank has been waiting there."""
+        asked, _, rest = self._get(f"sign/{rank}").partition("\n")
+        waited_s, _, place = rest.partition("\n")
+        return asked, place, waited_s
 
     def _state(self, rank: int) -> str:
         process = self._process(rank)
-        if process.machine != _machine():
+        if process.machine != machine_name():
             return "vanished" if rank in self._vanished else "elsewhere"
-        state, began = _look_up(process.pid)
+        state, began = look_up(process.pid)
         if began != process.began or state in ("Z", "X"):
             return "gone"
         return "stopped" if state in ("T", "t") else "runs"
@@ -240,7 +266,7 @@ class Watch:
             first.setdefault(self._process(rank).machine, rank)
         if "unknown" in first:
             return
-        first.pop(_machine(), None)
+        first.pop(machine_name(), None)
         self._lines_drawn = True
         if first and self._ends is None:
             self._ends = ends_of(self._store)
@@ -268,17 +294,31 @@ class Watch:
         asked = self._get("ask")
         if asked != self._asked:
             self._asked = asked
-            self._set(f"sign/{self._rank}", f"{asked}\n{self.where()}")
+            since = self.waits_since
+            waited_s = 0.0 if since is None else time.monotonic() - since
+            self._set(f"sign/{self._rank}", f"{asked}\n{waited_s:.1f}\n{self.where()}")
         for onlooker in list(self.onlookers):
             onlooker.look()
         if not self._lines_drawn:
             self._draw_lines()
+        if looking.script_has_ended(self.thread) != self._has_left:
+            self._has_left = not self._has_left
+            if self._has_left or self._get("left") == str(self._rank):  # another thread, or an exit handler, may use the model
+                self._set("left", str(self._rank) if self._has_left else "")
         self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
         if self.stuck and (self.end or self._dead_for >= CERTAIN):
             self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"
+            self._say_before_the_end()
             for stuck in list(self.stuck):
                 stuck.give_up()
             self.stuck.clear()
+
+    def _say_before_the_end(self) -> None:
+        """What the device is stuck in is about to be given up. torch's watchdog takes that for a failure and may end the
+        process, before whoever waits has raised: so it is said now, and whoever does not wait for the device raises first."""
+        with contextlib.suppress(Exception):
+            print(f"unwall: rank {self._rank} gives its collectives up: {self.end}", file=sys.stderr, flush=True)
+        time.sleep(SAY_S)
 
     def where(self) -> str:
         """The place of this rank."""
@@ -293,95 +333,16 @@ class Watch:
                 return str(store.get(key).decode(errors="replace"))
         return ""
 
+    def _decide(self, key: str, text: str) -> str:
+        """Says it where no other rank has said something else before. What holds."""
+        store = self._store
+        with contextlib.suppress(Exception):
+            if store is not None:
+                return str(store.compare_set(key, "", text).decode(errors="replace"))
+        return text
+
     def _set(self, key: str, text: str) -> None:
         store = self._store
         with contextlib.suppress(Exception):
             if store is not None:
                 store.set(key, text[:MOST_TEXT])
-
-
-def _look_up(pid: int) -> tuple[str, str]:
-    """A process's state, as one letter, and when it began; both empty where there is none."""
-    with contextlib.suppress(OSError):
-        return state_of(Path(f"/proc/{pid}/stat").read_text())
-    return "", ""
-
-
-def state_of(stat: str) -> tuple[str, str]:
-    """The same, from what the kernel says. One that has begun to end counts as dead: its connections are closed by then, but
-    giving back the memory of an accelerator takes seconds."""
-    fields = stat.rpartition(")")[2].split()
-    if len(fields) < 20:
-        return "", ""
-    return "X" if int(fields[6]) & _EXITING else fields[0], fields[19]
-
-
-@functools.cache
-def _machine() -> str:
-    """This machine in this boot, as far as its processes see each other. No spaces."""
-    boot = namespace = ""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = str(Path("/proc/self/ns/pid").readlink())
-    return f"{os.uname().nodename}/{boot}/{namespace}"
-
-
-# -- the thread -------------------------------------------------------------------------------------------------------
-
-_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
-_adding = threading.Lock()
-_leaving = threading.Event()
-_wake = threading.Event()
-"""The thread looks at once."""
-_thread: threading.Thread | None = None
-
-
-def _begin_looking(watch: Watch) -> None:
-    global _thread
-    with _adding:
-        _watches.add(watch)
-    if _thread is None or not _thread.is_alive():  # a forked child has none
-        _thread = threading.Thread(target=_look, name="unwall-watch", daemon=True)
-        _thread.start()
-
-
-def _all() -> list[Watch]:
-    with _adding:  # or the set changes while it is read
-        return list(_watches)
-
-
-def _look() -> None:
-    while True:
-        _wake.wait(LOOK_S)
-        _wake.clear()
-        if _leaving.is_set():
-            return
-        for watch in _all():
-            _look_safely(watch)
-        watch = None  # type: ignore[assignment]  # nothing here keeps it
-
-
-def _look_safely(watch: Watch) -> None:
-    """One look that may fail. Said once for each set of ranks."""
-    try:
-        watch.look()
-    except Exception as error:
-        if not watch.failed:
-            watch.failed = True
-            warnings.warn(
-                f"the thread that looks after the other ranks met {type(error).__name__}: {error}. It goes on, but faults of "
-                "other ranks may be told later than usual",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-@atexit.register
-def _stop_looking() -> None:
-    """The thread must not outlive the interpreter, nor the stores."""
-    _leaving.set()
-    _wake.set()
-    if _thread is not None:
-        _thread.join(timeout=2 * LOOK_S)
-    for watch in _all():
-        watch.let_go()

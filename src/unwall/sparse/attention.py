@@ -7,7 +7,7 @@ import torch
 
 from unwall.sparse.block_mask import block_mask_of
 from unwall.sparse.blockwise import blockwise_attention, rows_of
-from unwall.sparse.patterns import MaskFunction, Pattern, mask_function
+from unwall.sparse.patterns import MaskFunction, Pattern, is_constant, mask_function
 
 
 def attention(
@@ -26,16 +26,17 @@ def attention(
 
     ``q``: [batch, heads, queries, width]; ``k`` and ``v`` may have fewer heads, each shared by as many of ``q``. ``causal``: no
     token sees a later one. ``key_mask``: [batch, keys], False for padding; a query that sees nothing gives zeros. ``per_head``:
-    a mask function of your own differs by head (known of unwall's patterns).
+    False where the heads of a pattern are to be all like its first one.
     """
     _check(q, k, v, key_mask)
-    heads = q.shape[1] if (getattr(pattern, "heads", 1) > 1 if per_head is None else per_head) else 1
-    batch = 1 if key_mask is None else q.shape[0]
+    batch, heads = q.shape[0], 1 if per_head is False else q.shape[1]
     mask = combined(mask_function(pattern, max(q.shape[2], k.shape[2]), q.device), causal, key_mask)
     if q.device.type == "cpu":
         return blockwise_attention(q, k, v, rows_of(mask, batch, heads, q.shape[2], k.shape[2], q.device), scale)
     shape = (batch, heads, q.shape[2], k.shape[2], q.device)
-    blocks = _known_blocks(pattern, causal, *shape) if key_mask is None else block_mask_of(mask, *shape)
+    # A function of the user's may look at tensors that change: it is asked each time.
+    known = key_mask is None and is_constant(pattern)
+    blocks = _known_blocks(pattern, causal, *shape) if known else block_mask_of(mask, *shape)
     found: torch.Tensor = compiled_flex()(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     return found
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from unwall.sparse.blockwise import pairs_of
 from unwall.sparse.patterns import MaskFunction
 
 BLOCK = 128
@@ -13,7 +14,7 @@ PAIRS = 1 << 26
 
 
 def block_mask_of(mask: MaskFunction, batch: int, heads: int, queries: int, keys: int, device: torch.device) -> Any:
-    """For ``flex_attention``. ``batch`` and ``heads`` are 1 where the mask does not depend on them."""
+    """For ``flex_attention``, by sample and by head where the mask depends on them."""
     from torch.nn.attention.flex_attention import BlockMask
 
     some, every = _blocks(mask, batch, heads, queries, keys, device)
@@ -25,18 +26,18 @@ def block_mask_of(mask: MaskFunction, batch: int, heads: int, queries: int, keys
 def _blocks(
     mask: MaskFunction, batch: int, heads: int, queries: int, keys: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[batch, heads, blocks of queries, blocks of keys]: whether any of its pairs is seen, and whether all are."""
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    h = torch.arange(heads, device=device)[:, None, None]
+    """[batch or 1, heads or 1, blocks of queries, blocks of keys]: whether any of its pairs is seen, and whether all are."""
     columns, rows = -(-keys // BLOCK), -(-queries // BLOCK)
     k = torch.arange(columns * BLOCK, device=device)
     some, every = [], []
-    step = max(1, PAIRS // (batch * heads * len(k) * BLOCK))
+    differ = pairs_of(mask, batch, heads, k[:1], k[:1]).numel()  # samples and heads that do
+    step = max(1, PAIRS // (differ * len(k) * BLOCK))
     for start in range(0, rows, step):
-        q = torch.arange(start * BLOCK, min(start + step, rows) * BLOCK, device=device)[:, None]
+        q = torch.arange(start * BLOCK, min(start + step, rows) * BLOCK, device=device)
         # Positions beyond the end are looked at as the last one, and do not count as seen.
-        seen = mask(b, h, q.clamp(max=queries - 1), k.clamp(max=keys - 1)) & (q < queries) & (k < keys)
-        seen = seen.expand(batch, heads, len(q), len(k)).reshape(batch, heads, -1, BLOCK, columns, BLOCK)
+        seen = pairs_of(mask, batch, heads, q.clamp(max=queries - 1), k.clamp(max=keys - 1))
+        seen = seen & (q < queries)[:, None] & (k < keys)
+        seen = seen.reshape(*seen.shape[:2], -1, BLOCK, columns, BLOCK)
         some.append(seen.any(-1).any(3))
         every.append(seen.all(-1).all(3))
     return torch.cat(some, 2), torch.cat(every, 2)

@@ -29,18 +29,28 @@ class Row(NamedTuple):
     """[batch or 1, heads or 1, queries, 1]: queries that see nothing. Their output is zero. None: there are none."""
 
 
+def pairs_of(mask: MaskFunction, batch: int, heads: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[batch or 1, heads or 1, queries, keys]: who sees whom. What a mask does not look at its result does not have either, so
+    it is known whether samples and heads differ."""
+    b = torch.arange(batch, device=keys.device)[:, None, None, None]
+    h = torch.arange(heads, device=keys.device)[:, None, None]
+    seen = mask(b, h, queries[:, None], keys)
+    if not isinstance(seen, torch.Tensor) or seen.dtype is not torch.bool:
+        got = seen.dtype if isinstance(seen, torch.Tensor) else type(seen).__name__
+        raise TypeError(f"a mask function gives a bool tensor: where a query attends to a key, got {got}")
+    seen = seen[(None,) * (4 - seen.dim())]
+    return seen.expand(*seen.shape[:2], len(queries), len(keys))
+
+
 def rows_of(
     mask: MaskFunction, batch: int, heads: int, queries: int, keys: int, device: torch.device, block: int = BLOCK
 ) -> list[Row]:
-    """What each block of queries sees. ``batch`` and ``heads`` are 1 where the mask does not depend on them."""
-    b = torch.arange(batch, device=device)[:, None, None, None]
-    h = torch.arange(heads, device=device)[:, None, None]
+    """What each block of queries sees, by sample and by head where the mask depends on them."""
     every = torch.arange(keys, device=device)
     found = []
     for start in range(0, queries, block):
         end = min(start + block, queries)
-        seen = mask(b, h, torch.arange(start, end, device=device)[:, None], every)
-        seen = seen.expand(batch, heads, end - start, keys)
+        seen = pairs_of(mask, batch, heads, torch.arange(start, end, device=device), every)
         some = functional.pad(seen.any(0).any(0).any(0), (0, -keys % block)).view(-1, block).any(-1)
         chosen = every[some.repeat_interleave(block)[:keys]]
         if not len(chosen):

@@ -11,6 +11,7 @@ those after it: a causal model has a causal mask besides.
 """
 
 import random
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -45,7 +46,7 @@ class Layout:
         table, block, heads = self.blocks(-(-tokens // self.block)).to(device), self.block, self.heads
 
         def mask(_: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            return table[head % heads, query // block, key // block]
+            return table[head % heads if heads > 1 else 0, query // block, key // block]
 
         return mask
 
@@ -60,6 +61,15 @@ def mask_function(pattern: Pattern, tokens: int, device: torch.device | str = "c
     if not callable(pattern):
         raise TypeError(f"a pattern is made by unwall.sparse, or a function of batch, head, query and key, got {pattern!r}")
     return pattern
+
+
+_constant: "weakref.WeakSet[MaskFunction]" = weakref.WeakSet()
+"""Mask functions that were made here."""
+
+
+def is_constant(pattern: Pattern) -> bool:
+    """Whether a pattern says the same whenever it is asked. A function of the user's may look at tensors that change."""
+    return isinstance(pattern, Layout) or pattern in _constant
 
 
 def window(tokens: int, attention: Direction = "unidirectional") -> MaskFunction:
@@ -78,6 +88,7 @@ def dilated(tokens: int, dilation: int, attention: Direction = "unidirectional")
         near = (back < reach) & (back > -reach) if both else (back < reach) & (back >= 0)
         return near if dilation == 1 else near & (back % dilation == 0)
 
+    _constant.add(mask)
     return mask
 
 

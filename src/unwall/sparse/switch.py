@@ -8,7 +8,7 @@ from torch import nn
 
 from unwall.sparse.attention import compiled_flex
 from unwall.sparse.block_mask import block_mask_of
-from unwall.sparse.blockwise import blockwise_attention, rows_of
+from unwall.sparse.blockwise import Row, blockwise_attention, rows_of
 from unwall.sparse.patterns import Layout, Pattern
 from unwall.sparse.patterns import mask_function as as_function
 
@@ -29,16 +29,50 @@ def use(model: nn.Module, pattern: Pattern) -> nn.Module:
         raise TypeError(f"a pattern is made by unwall.sparse, or a function of batch, head, query and key, got {pattern!r}")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    heads = getattr(model.config, "num_attention_heads", 1) if getattr(pattern, "heads", 1) > 1 else 1
-    name, sparse = f"unwall_sparse_{next(_numbers)}", _Sparse(pattern, heads)
+    before = _config(model)._attn_implementation
+    name, sparse = f"unwall_sparse_{next(_numbers)}", _Sparse(pattern, _heads_of(model))
     AttentionInterface.register(name, sparse.attention)
     AttentionMaskInterface.register(name, sparse.mask)
     choose(name)
+    dense = _not_switched(model, name)
+    if dense:
+        choose(before)
+        raise ValueError(
+            f"{', '.join(dense)} would stay dense: the attention does not go through transformers' AttentionInterface. Call "
+            "unwall.sparse.attention(q, k, v, pattern) in it instead"
+        )
     return model
 
 
+def _config(model: Any) -> Any:
+    return model.config
+
+
+def _heads_of(model: nn.Module) -> int:
+    """Heads of queries, as far as the config says: of the text, where there are several parts."""
+    found: int = getattr(_config(model).get_text_config(), "num_attention_heads", 1)
+    return found
+
+
+def _not_switched(model: nn.Module, name: str) -> list[str]:
+    """The classes of what kept its own attention, although it is a model of transformers: they only log that."""
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "set_attn_implementation")]
+    return sorted({type(part).__name__ for part in parts if part.config._attn_implementation != name})
+
+
+class Rows(list[Row]):
+    """What the layers of a model on the host get as their mask."""
+
+    ndim = 4
+    """It is whole: where ``generate`` makes it ahead (static caches), nothing is to be added to it."""
+
+
+UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
+"""What a layer may ask of its attention beside the mask. Leaving it out would be another model."""
+
+
 class _Sparse:
-    """One pattern in transformers' registries. ``heads``: how many differ."""
+    """One pattern in transformers' registries. ``heads``: of the model."""
 
     def __init__(self, pattern: Pattern, heads: int) -> None:
         self._pattern = pattern
@@ -53,7 +87,7 @@ class _Sparse:
         kv_offset: int = 0,
         *,
         mask_function: Any,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | Rows | None = None,
         device: torch.device | str = "cpu",
         **_: Any,
     ) -> Any:
@@ -65,14 +99,17 @@ class _Sparse:
             prepare_padding_mask,
         )
 
-        both = and_masks(mask_function, as_function(self._pattern, max(kv_length + kv_offset, q_length + q_offset), device))
+        if isinstance(attention_mask, Rows):
+            return attention_mask
+        tokens = int(max(kv_length + kv_offset, q_length + q_offset))  # static caches count in tensors
+        both = and_masks(mask_function, as_function(self._pattern, tokens, device))
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         if padding is not None:
             both = and_masks(both, padding_mask_function(padding.bool()))
         both = add_offsets_to_mask_function(both, q_offset, kv_offset)
         device = torch.device(device)
         if device.type == "cpu":
-            return rows_of(both, batch_size, self._heads, q_length, kv_length, device)
+            return Rows(rows_of(both, batch_size, self._heads, q_length, kv_length, device))
         return block_mask_of(both, batch_size, self._heads, q_length, kv_length, device)
 
     def attention(
@@ -84,11 +121,18 @@ class _Sparse:
         attention_mask: Any,
         scaling: float | None = None,
         dropout: float = 0.0,
-        **_: Any,
+        **others: Any,
     ) -> tuple[torch.Tensor, None]:
         """As transformers calls it; the output has tokens before heads."""
         if attention_mask is None:
             raise RuntimeError(f"{type(module).__name__} was called without a mask: sparse attention needs the model's own")
+        unknown = [name for name in UNKNOWN if others.get(name) is not None]
+        if unknown:
+            raise RuntimeError(
+                f"{type(module).__name__} asks its attention for {', '.join(unknown)}, which sparse attention does not have: "
+                "switch that off in the config, or use a model without it"
+            )
+        self._check_heads(module, query, attention_mask)
         if query.device.type == "cpu":
             found = blockwise_attention(query, key, value, attention_mask, scaling, dropout)
         elif dropout:
@@ -97,3 +141,12 @@ class _Sparse:
             shared = key.shape[1] != query.shape[1]
             found = compiled_flex()(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=shared)
         return found.transpose(1, 2).contiguous(), None
+
+    def _check_heads(self, module: nn.Module, query: torch.Tensor, attention_mask: Any) -> None:
+        """Layouts that differ by head need all heads on one rank."""
+        masks = attention_mask[0].mask if isinstance(attention_mask, Rows) else attention_mask.kv_num_blocks
+        if masks.shape[1] not in (1, query.shape[1]):
+            raise RuntimeError(
+                f"{type(module).__name__} has {query.shape[1]} heads here, and the pattern differs by head over "
+                f"{masks.shape[1]}: with tensor parallelism use one that is the same for all heads"
+            )

@@ -5,7 +5,7 @@ torch's allocator cuts the segments that it has of the card into blocks, for who
 many steps in the middle of a segment keeps the rest of it too small for the activations of a longer sample: there is memory
 enough, and no piece of it is large enough. So what lives long is taken from pools of its own. One is for states, groups and
 gradients, which have few sizes, the same in each step; one for the inputs of recomputed blocks, all of which are gone after a
-backward. What is left to the rest of the program is whole again when a step ends.
+backward (input_stack.py). What is left to the rest of the program is whole again when a step ends.
 
 A pool grows to what it is used for at most, and keeps that. Where the card has nothing else left torch lets others have what is
 free in it (``use_on_oom``). Where that is not enough the pool is replaced by a new one: what is free of the old one goes back

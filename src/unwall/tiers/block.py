@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from unwall.native import interrupts
 from unwall.native.ticket import NativeTicket
 from unwall.tiers.extents import Extent
 from unwall.tiers.ledger import Ledger, TierName
@@ -45,7 +46,8 @@ class Block:
 
     def __del__(self) -> None:
         if self.charged_bytes:
-            self.ledger.abandon(self.charged_bytes)
+            with interrupts.finalizing:
+                self.ledger.abandon(self.charged_bytes)
 
     @property
     def tier(self) -> TierName:
@@ -126,9 +128,10 @@ class DiskBlock(Block):
         """Where its tier finds the extents, and what is in flight on them, if it is dropped without being freed."""
 
     def __del__(self) -> None:
-        if self.lost is not None and not self._freed and self.extents:
-            self.lost.append((self.extents, list(self.in_flight)))
-        super().__del__()
+        with interrupts.finalizing:
+            if self.lost is not None and not self._freed and self.extents:
+                self.lost.append((self.extents, list(self.in_flight)))
+            super().__del__()
 
     def head(self, nbytes: int) -> "DiskBlock":
         """The first bytes of this block as a block, to be used in its place for a while. It is not freed."""

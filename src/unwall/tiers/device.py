@@ -1,7 +1,8 @@
 """The device tier: the accelerator's memory, or plain memory with its own accounting where there is none."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -48,6 +49,16 @@ class DeviceTier:
             self.ledger.discharge(block)
             raise
         return block
+
+    @contextmanager
+    def noting(self, nbytes: int, label: str) -> Iterator[None]:
+        """Counts what operations inside take for themselves. Who calls it has made room; nothing is refused here."""
+        block = MemoryBlock(self.ledger, nbytes, label)
+        self.ledger.note(block, nbytes)
+        try:
+            yield
+        finally:
+            self.ledger.discharge(block)
 
     def free(self, block: Block) -> None:
         block.mark_freed(self.ledger)

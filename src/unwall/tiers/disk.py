@@ -15,9 +15,10 @@ from unwall.native.memory import HostMemory
 from unwall.native.ticket import NativeTicket
 from unwall.tiers.block import Block, DiskBlock, check_size
 from unwall.tiers.claim import Claim, claim
+from unwall.tiers.clone import CANNOT, DiskClone, share
 from unwall.tiers.extents import Extent, FreeList
 from unwall.tiers.host import local_ranks
-from unwall.tiers.ledger import Ledger, TierName
+from unwall.tiers.ledger import BudgetError, Ledger, TierName
 from unwall.tiers.sizes import ALIGNMENT, align_up, format_bytes
 
 GROWTH_BYTES = 256 << 20
@@ -70,6 +71,8 @@ class DiskTier:
         except BaseException:
             _shut(None, owned_engine, claims)
             raise
+        self._claims = claims
+        self._can_clone = True  # until the file system says otherwise
         self._shut = weakref.finalize(self, _shut, self._file, owned_engine, claims)
 
     def allocate(self, nbytes: int, label: str = "") -> DiskBlock:
@@ -165,11 +168,40 @@ class DiskTier:
         """Writes from memory at ``address``, which is readable for ``nbytes`` rounded up to the alignment."""
         return self._submit("write", block, offset, address, nbytes, keep, after)
 
+    def clone(self, blocks: Sequence[DiskBlock], beside_bytes: int = 0) -> DiskClone | None:
+        """What is in these blocks now, whatever is written to them later. None where the file system cannot do that, or where
+        there is no room for what it takes beside ``beside_bytes`` that the caller needs. See [Note: clones] in tiers/clone.py.
+        """
+        nbytes = sum(align_up(block.nbytes) for block in blocks)
+        if not blocks or not self._can_clone or nbytes + beside_bytes > self._spare_bytes(0):
+            return None  # what is free inside of the tier's files is of no use: the file system puts things elsewhere
+        with self._lock:
+            in_flight = [ticket for block in blocks for ticket in block.in_flight]
+        _outwait(in_flight)
+        extents = [extent for block in blocks for extent in block.extents]
+        try:
+            descriptors = [owned.descriptor for owned in self._claims]
+            made = share(self.ledger, descriptors, self.paths, STRIPE_BYTES, extents)
+        except (OSError, NativeError) as error:
+            self._can_clone = not (isinstance(error, OSError) and error.errno in CANNOT)
+            return None
+        try:
+            self.ledger.charge(made, nbytes, "a snapshot of states")
+        except BudgetError:
+            made.close()
+            return None
+        return made
+
     def spare_bytes(self) -> int:
         """What could be held beyond what is needed: what the budget leaves, and at most half of what the drives have free."""
-        on_drives: int = min(shutil.disk_usage(path.parent).free for path in self.paths) * len(self.paths)
         with self._lock:
-            free = self._free.free_bytes + on_drives // local_ranks()
+            inside = self._free.free_bytes
+        return self._spare_bytes(inside)
+
+    def _spare_bytes(self, inside_bytes: int) -> int:
+        """The same, where so much is free inside of the files."""
+        on_drives: int = min(shutil.disk_usage(path.parent).free for path in self.paths) * len(self.paths)
+        free = inside_bytes + on_drives // local_ranks()
         left = self.ledger.free_bytes
         return free // 2 if left is None else min(left, free // 2)
 

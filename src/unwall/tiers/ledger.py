@@ -78,6 +78,10 @@ class Ledger:
         """The same; from that moment on they are the holder's."""
         self._reserve(nbytes, label, holder)
 
+    def note(self, holder: Holder, nbytes: int) -> None:
+        """The same for memory that is taken in any case: nothing is refused."""
+        self._count(nbytes, "", holder, refuse=False)
+
     def discharge(self, holder: Holder) -> None:
         """The holder's bytes are counted no more. Nothing to do where they are not."""
         with self._lock:
@@ -119,11 +123,11 @@ class Ledger:
                 call()
         return bool(asked)
 
-    def _count(self, nbytes: int, label: str, holder: Holder | None) -> None:
+    def _count(self, nbytes: int, label: str, holder: Holder | None, *, refuse: bool = True) -> None:
         if self._abandoned:
             self._collect()
         with self._lock:
-            if self.budget_bytes is not None and self._live + nbytes > self.budget_bytes:
+            if refuse and self.budget_bytes is not None and self._live + nbytes > self.budget_bytes:
                 raise BudgetError(self.tier, nbytes, self._live, self.budget_bytes, label)
             if holder is not None:
                 holder.charged_bytes = nbytes

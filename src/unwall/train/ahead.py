@@ -1,15 +1,22 @@
-"""Weights on their way into memory while torch is imported."""
+"""What can begin while torch is imported: weights on their way into memory, and measuring the machine."""
 
 import contextlib
 import os
 import threading
 from pathlib import Path
 
+from unwall.train.measuring import measure_beside
 from unwall.train.options import Options
 
 SHARE = 4
 """Files larger than this part of the memory that is free are left alone: states will need it."""
 _PIECE_BYTES = 16 << 20
+
+
+def begin_ahead(options: Options) -> None:
+    """Both, where they are needed."""
+    measure_beside(options)
+    read_ahead(options)
 
 
 def read_ahead(options: Options) -> threading.Thread | None:

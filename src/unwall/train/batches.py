@@ -106,11 +106,13 @@ class Batches:
                 return
 
 
-def my_lanes(count: int, rank: int, ranks: int, states: Listed[tuple[int, int]] | None, limit: int | None) -> list[Lane]:
+def my_lanes(
+    count: int, rank: int, ranks: int, states: Listed[tuple[int, int]] | None, limit: int | None, alone: bool = False
+) -> list[Lane]:
     """This rank's share of ``count`` lanes, at their beginning or where ``states`` (of all lanes) says."""
     each = count // ranks
     found = []
     for number in range(rank * each, (rank + 1) * each):
         position, start = (number, 0) if states is None else states[number]
-        found.append(Lane(count, position, start, limit))
+        found.append(Lane(count, position, start, limit, alone))
     return found

@@ -15,8 +15,10 @@ from unwall.train.tokens import Document, Encoder
 class Data:
     """Samples, read one at a time. What cannot be read is skipped and named, or with ``strict`` an error."""
 
-    def __init__(self, files: Sequence[Rows], encoder: Encoder, strict: bool) -> None:
+    def __init__(self, files: Sequence[Rows], encoder: Encoder, strict: bool, length: int | None = None) -> None:
+        """``length``: tokens of a sequence, which is as much as a sample may have before its answer begins."""
         self._files = files
+        self._length = length
         self._encoder = encoder
         self._strict = strict
         self._ends = list(accumulate(file.rows for file in files))
@@ -36,6 +38,7 @@ class Data:
         try:
             record = file.read(row)
             document = None if record is None else self._encoder.encode(record)
+            _check_answer(document, self._length)
         except BrokenSampleError as error:
             said = f"{file.where(row)}: {error}"
             if self._strict:
@@ -50,12 +53,18 @@ class Data:
         return file.where(row)
 
     def look(self, count: int = 8) -> None:
-        """Reads the first samples. TrainError where none of them can be used and there are no others."""
-        used = sum(self.read(sample) is not None for sample in range(min(count, self.size)))
-        if not used and (count >= self.size or self.broken):
-            first = next(iter(self.broken.values()), "all samples are empty")
-            many = f"none of {self.size} samples" if count >= self.size else f"none of the first {count} samples"
-            raise TrainError(f"{many} can be used: {first}")
+        """Reads samples until one can be used: the first ones, then some from all over, then what is left unless any of
+        them is broken. TrainError where there is none."""
+        some = dict.fromkeys([*range(min(count, self.size)), *range(0, self.size, max(1, self.size // count))])
+        if any(self.read(sample) is not None for sample in some):
+            return
+        if not self.broken:
+            if any(self.read(sample) is not None for sample in range(count, self.size)):
+                return
+            some = dict.fromkeys(range(self.size))
+        first = next(iter(self.broken.values()), f"{self._files[0].path}: all samples are empty, or hold no answer")
+        many = f"none of {self.size} samples" if len(some) == self.size else f"none of {len(some)} samples from all over it"
+        raise TrainError(f"{many} can be used: {first}")
 
     def to_dict(self) -> list[dict[str, Any]]:
         """For JSON: what tells this data from other data."""
@@ -66,12 +75,22 @@ class Data:
         return self._files[number], sample - (self._ends[number - 1] if number else 0)
 
 
+def _check_answer(document: Document | None, length: int | None) -> None:
+    """BrokenSampleError where all that counts would be cut off."""
+    if length is None or document is None or document.answers is None or any(document.answers[1:length]):
+        return
+    begins = document.answers.index(True, 1)
+    raise BrokenSampleError(f"its answer begins behind {begins} tokens, a sequence ends at {length}: use a longer --seq")
+
+
 def _size(path: Path) -> int:
     if path.is_dir():
         return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file())
     return path.stat().st_size
 
 
-def open_data(paths: Sequence[Path], index: Path, encoder: Encoder, strict: bool, split: str = "train") -> Data:
+def open_data(
+    paths: Sequence[Path], index: Path, encoder: Encoder, strict: bool, split: str = "train", length: int | None = None
+) -> Data:
     """Of files whose indices are made."""
-    return Data([open_rows(path, index, split) for path in paths], encoder, strict)
+    return Data([open_rows(path, index, split) for path in paths], encoder, strict, length)

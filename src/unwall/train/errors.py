@@ -7,4 +7,4 @@ class TrainError(ValueError):
 
 def missing(package: str, what: str) -> TrainError:
     """A package that only some runs need."""
-    return TrainError(f"{what} needs the package {package}, which is not installed: pip install 'unwall[train]'")
+    return TrainError(f"{what} needs the package {package}, which is not installed: pip install {package}")

@@ -16,7 +16,8 @@ from unwall.train.packing import to_tensors
 class Evaluation:
     """All samples once, in their order, packed into as many lanes as in training: the number of ranks changes nothing."""
 
-    def __init__(self, data: Data, length: int, pad: int, lanes: int, passes: int, ranks: Ranks) -> None:
+    def __init__(self, data: Data, length: int, pad: int, lanes: int, passes: int, ranks: Ranks, alone: bool) -> None:
+        self._alone = alone
         self._data, self._length, self._pad, self._ranks = data, length, pad, ranks
         self._lanes, self._passes = lanes, passes
 
@@ -25,7 +26,7 @@ class Evaluation:
         started = time.perf_counter()
         device = trained.engine.device.device
         order = self._data.order(0, shuffle=False)
-        lanes = my_lanes(self._lanes, self._ranks.rank, self._ranks.size, None, self._data.size)
+        lanes = my_lanes(self._lanes, self._ranks.rank, self._ranks.size, None, self._data.size, self._alone)
         packer = Packer(self._data, order, lanes, self._length, self._pad)
         total, count = 0.0, 0
         trained.model.eval()

@@ -21,6 +21,7 @@ from unwall.train.errors import TrainError, missing
 PIECE_BYTES = 16 << 10
 _BLOCK_BYTES = 16 << 20
 KNOWN = (".txt", ".jsonl", ".parquet")
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar")
 CACHED_BYTES = 512 << 20
 """Row groups of a parquet file that stay in memory."""
 COLUMNS = ("text", "prompt", "completion", "messages", "tools")
@@ -48,20 +49,31 @@ class Rows(Protocol):
         ...
 
 
-def find_files(given: tuple[str, ...], option: str = "--data") -> list[Path]:
-    """Every file that is meant, in a fixed order. TrainError where there is none."""
+def find_files(given: tuple[str, ...], option: str = "--data", out: str | None = None) -> list[Path]:
+    """Every file that is meant, in a fixed order. TrainError where there is none. What the run itself writes (``out``) is
+    no data, wherever it lies: the same command finds the same files again."""
+    own = None if out is None else Path(out).resolve()
     found: list[Path] = []
     for name in given:
-        matched = [name] if Path(name).exists() else sorted(glob.glob(name, recursive=True))
+        if Path(name).exists():
+            matched = _inside(Path(name), own)
+        else:
+            entries = (Path(entry) for entry in sorted(glob.glob(name, recursive=True)))
+            matched = [path for entry in entries if not _is_below(entry, own) for path in _inside(entry, own)]
         if not matched:
             raise TrainError(f"{option} {name}: no such file")
-        for entry in matched:
-            found += _inside(Path(entry))
+        found += matched
     return found
 
 
-def _inside(path: Path) -> list[Path]:
+def _is_below(path: Path, folder: Path | None) -> bool:
+    return folder is not None and path.resolve().is_relative_to(folder)
+
+
+def _inside(path: Path, own: Path | None) -> list[Path]:
     if not path.is_dir():
+        if path.suffix in PACKED:
+            raise TrainError(f"{path}: is compressed; unpack it first: data is {', '.join(KNOWN)} or a datasets directory")
         if path.suffix not in KNOWN:
             raise TrainError(f"{path}: data is {', '.join(KNOWN)} or a datasets directory; rename or convert it")
         if not os.access(path, os.R_OK):
@@ -69,7 +81,8 @@ def _inside(path: Path) -> list[Path]:
         return [path]
     if is_dataset(path):
         return [path]
-    listed = sorted(entry for entry in path.rglob("*") if entry.suffix in KNOWN and entry.is_file())
+    files = (entry for entry in path.rglob("*") if entry.suffix in KNOWN and entry.is_file())
+    listed = sorted(entry for entry in files if not _is_below(entry, own))
     if not listed:
         raise TrainError(f"{path}: a directory without {', '.join(KNOWN)} files in it, and not one of datasets")
     return listed
@@ -160,7 +173,7 @@ class LineRows:
         try:
             text = raw.decode("utf-8-sig" if row == 0 else "utf-8")
         except UnicodeDecodeError as error:
-            raise BrokenSampleError(f"is not UTF-8: {error.reason} at byte {error.start}") from None
+            raise BrokenSampleError(f"is not UTF-8: {error.reason} at byte {error.start}; convert the file (iconv)") from None
         if not text.strip():
             return None
         if self.path.suffix == ".txt":

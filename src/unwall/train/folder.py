@@ -57,6 +57,11 @@ class RunFolder:
                 )
         return [f"{_flag(name)} {_shown(now)} (was {_shown(was)})" for name, (was, now) in differ.items() if name not in FREE]
 
+    @property
+    def began_before(self) -> bool:
+        """Whether an earlier start came to its first step here."""
+        return "started" in self._said and not self._begun
+
     def release(self) -> None:
         """Another process may write to it."""
         lock, self._lock = self._lock, None
@@ -86,7 +91,10 @@ class RunFolder:
         if "options" not in self._said:
             return  # it has not begun
         partial = self.path / "run.json.partial"
-        partial.write_text(json.dumps(self._said, indent=1, default=str) + "\n")
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(self._said, indent=1, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a power cut leaves the old one or the new one
         partial.replace(self.path / "run.json")
 
     def fail(self) -> None:
@@ -118,6 +126,8 @@ def _flag(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "not given"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

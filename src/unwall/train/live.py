@@ -8,10 +8,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from unwall.terminal import nobody_listens
 from unwall.tiers.sizes import format_bytes
 
 PLAIN_EVERY_S = 5.0
 """Not on a terminal: a line at most so often, beside the first and the last."""
+
+
+class _Console(Console):
+    """Whoever read along may leave (``| head``): the run goes on, and ``log.jsonl`` with it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nobody_listens(sys.stdout)
 
 
 class LiveLine:
@@ -20,7 +29,7 @@ class LiveLine:
     def __init__(self, steps: int, *, silent: bool) -> None:
         self._steps = steps
         self._silent = silent
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = _Console(highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._last = float("-inf")
         self._pace: float | None = None

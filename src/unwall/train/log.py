@@ -1,5 +1,6 @@
 """``log.jsonl``: one line per step. And TensorBoard, where it is asked for."""
 
+import importlib.util
 import json
 import math
 import os
@@ -51,9 +52,13 @@ def _cut(path: Path, step: int) -> None:
     partial.replace(path)
 
 
+def check_tensorboard() -> None:
+    """TrainError where it is not installed: said before anything is loaded."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise missing("tensorboard", "--tensorboard")
+
+
 def _writer(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise missing("tensorboard", "--tensorboard") from None
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder), purge_step=step + 1)

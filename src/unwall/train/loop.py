@@ -1,7 +1,6 @@
 """The training loop."""
 
 import math
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 
 from unwall.api import profile
 from unwall.shards.collectives import Ranks
+from unwall.terminal import say
 from unwall.train.batches import Batch, Batches
 from unwall.train.data import Data
 from unwall.train.errors import TrainError
@@ -85,7 +85,9 @@ class Loop:
         asked = None
         while self.progress.step < self.steps:
             batch, counts, asked = self._agree()
-            if asked is not None:
+            if self.start is not None and self.progress.step == first:
+                self.start.lap("first batch")
+            if asked is not None or not counts[0]:  # no tokens: a run that began with samples packed otherwise is through
                 break
             step = self.progress.step + 1
             profiled = step == first + PROFILED_STEP
@@ -235,9 +237,9 @@ class Loop:
     def _name_broken(self, batch: Batch) -> None:
         """This rank's. They go to the standard error output, so that they can be kept."""
         for said in list(batch.broken.values())[:NAMED_SAMPLES]:
-            print(f"unwall: skipped: {said}", file=sys.stderr, flush=True)
+            say(f"unwall: skipped: {said}", error=True)
         if len(batch.broken) > NAMED_SAMPLES:
-            print(f"unwall: skipped: {len(batch.broken) - NAMED_SAMPLES} more", file=sys.stderr, flush=True)
+            say(f"unwall: skipped: {len(batch.broken) - NAMED_SAMPLES} more", error=True)
 
 
 def raise_on_first(ranks: Ranks, message: str) -> None:

@@ -22,7 +22,8 @@ def add_adapters(model: nn.Module, options: Options) -> nn.Module:
         raise missing("peft", "--lora") from None
     targets: Any = options.lora_targets
     if targets != "all-linear":
-        targets = [name.strip() for name in targets.split(",") if name.strip()]
+        targets = _split(targets)
+        _check_targets(model, targets)
     config = peft.LoraConfig(
         r=options.lora_rank,
         lora_alpha=2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha,  # type: ignore[arg-type]
@@ -40,6 +41,31 @@ def add_adapters(model: nn.Module, options: Options) -> nn.Module:
         random.setstate(state)
         torch.set_rng_state(torch_state)
     return found
+
+
+def adapts_head(base: Any, options: Options) -> bool:
+    """Whether the head of a language model gets an adapter: only where it is named."""
+    head = base.get_output_embeddings()
+    names = [name for name, module in base.named_modules() if module is head]
+    return options.lora and any(_meant(name, target) for name in names for target in _split(options.lora_targets))
+
+
+def _split(targets: str) -> list[str]:
+    return [name.strip() for name in targets.split(",") if name.strip()]
+
+
+def _meant(name: str, target: str) -> bool:
+    """Whether ``peft`` takes a target for this module."""
+    return name == target or name.endswith(f".{target}")
+
+
+def _check_targets(model: nn.Module, targets: list[str]) -> None:
+    """TrainError for a name that means no module: ``peft`` only minds where all of them do."""
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(_meant(name, target) for name in names):
+            known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
+            raise TrainError(f"--lora-targets: no module is called {target}; linear ones are {', '.join(known)}")
 
 
 def adapters(model: nn.Module) -> dict[str, nn.Parameter]:

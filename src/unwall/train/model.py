@@ -1,9 +1,10 @@
 """The model of a run: from a directory of ``transformers``, or from a config with random weights. It never exists whole."""
 
+import ast
 import contextlib
 import inspect
 import json
-import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from unwall.nn.switch import use_linear_cross_entropy
 from unwall.optim.adamw import AdamW
 from unwall.plans import Plan
 from unwall.runtime.engine import Engine
+from unwall.terminal import say
 from unwall.tiers.device import default_device
 from unwall.train.errors import TrainError, missing
-from unwall.train.lora import add_adapters
+from unwall.train.lora import adapts_head, add_adapters
 from unwall.train.options import Options
 from unwall.train.start import Start, without_collector
 from unwall.train.world import size_of_world
@@ -64,6 +66,8 @@ def read_config(options: Options) -> Any:
     except ImportError:
         raise missing("transformers", "unwall train") from None
     path = Path(options.model) if options.from_config else Path(options.model, "config.json")
+    if options.from_config and path.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth"):
+        raise TrainError(f"--model {options.model}: is a file of weights; give the directory of the model, or a config file")
     if not isinstance(read_json(path, TrainError), dict):
         raise TrainError(f"--model {options.model}: its config is no JSON object; give one that save_pretrained wrote")
     try:
@@ -73,6 +77,11 @@ def read_config(options: Options) -> Any:
         raise TrainError(f"--model {options.model}: transformers cannot read its config: {said}") from None
     if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
         raise TrainError(f"--model {options.model}: {config.model_type} is no causal language model of text alone")
+    if config.model_type in _read_both_ways() and not getattr(config, "is_decoder", False):
+        raise TrainError(
+            f"--model {options.model}: {config.model_type} reads in both directions, so it would see what it is to predict; "
+            "use a causal language model, or set is_decoder in its config"
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise TrainError(f"--model {options.model}: holds quantised weights, which are not trained; use what they were made of")
     weights = [path for path in Path(options.model).glob("*") if path.suffix in (".safetensors", ".bin")]
@@ -82,6 +91,13 @@ def read_config(options: Options) -> Any:
             f"{Path(options.model) / 'config.json'}"
         )
     return config
+
+
+def _read_both_ways() -> frozenset[str]:
+    """Types of models that fill in masked words, and are causal only where their config says so."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
 
 
 def check_length(options: Options, config: Any, rank: int) -> None:
@@ -95,16 +111,16 @@ def check_length(options: Options, config: Any, rank: int) -> None:
     if options.seq > FAR * known:
         raise TrainError(f"{said}, and far beyond them; use --seq {known}, or set max_position_embeddings in its config")
     if rank == 0:
-        print(f"unwall: {said}: it was not made for the rest", file=sys.stderr, flush=True)
+        say(f"unwall: {said}: it was not made for the rest", error=True)
 
 
 def empty_model(options: Options, config: Any) -> nn.Module:
     """On the meta device, with adapters where asked for: to plan with."""
     import transformers
 
-    with torch.device("meta"):
+    with torch.device("meta"):  # adapters, too: nobody needs their random numbers
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return add_adapters(model, options) if options.lora else model
+        return add_adapters(model, options) if options.lora else model
 
 
 def make_model(options: Options, config: Any, plan: Plan, start: Start, *, resumes: bool) -> Trained:
@@ -160,12 +176,29 @@ def _prepare(base: Any, options: Options, plan: Plan) -> None:
     if options.lora:
         base.requires_grad_(False)
     config = base.config
-    if not any(getattr(config, name, None) not in (None, 1.0) for name in _SCALES):
+    scaled = any(getattr(config, name, None) not in (None, 1.0) for name in _SCALES)
+    if not scaled and not adapts_head(base, options) and not _changes_logits(base):
         with contextlib.suppress(ValueError):  # a head or a loss of another kind: its logits exist whole
             use_linear_cross_entropy(base)
     if getattr(config, "output_router_logits", False) and hasattr(base, "router_aux_loss_coef"):
         # Gradients of all passes and ranks are added up; the balance of the experts is a mean over them.
         base.router_aux_loss_coef = base.router_aux_loss_coef / (plan.passes * size_of_world()[1])
+
+
+def _changes_logits(base: Any) -> bool:
+    """Whether a model always does something to what its head gives, such as a cast: then the head cannot wait for the loss.
+    What a model only does where its config says so is in ``_SCALES``."""
+    try:
+        [function] = ast.parse(textwrap.dedent(inspect.getsource(type(base).forward))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    assigned = [line for line in getattr(function, "body", ()) if isinstance(line, ast.Assign)]
+    values = [line.value for line in assigned if any(isinstance(to, ast.Name) and to.id == "logits" for to in line.targets)]
+    return len(values) > 1 or any(_is_method(value, ("float", "to", "contiguous")) for value in values)
+
+
+def _is_method(value: ast.expr, names: tuple[str, ...]) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in names
 
 
 def _optimizer(model: nn.Module, options: Options) -> AdamW:

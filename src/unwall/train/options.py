@@ -77,10 +77,11 @@ class Options:
         self._check_choices()
         if not self.data:
             raise TrainError("no data: --data FILE (.txt, .jsonl, .parquet, or a datasets directory)")
-        for name in ("model", "out", "data", "eval_data", "tokenizer", "disk"):
+        for name in ("model", "out", "data", "eval_data", "tokenizer", "disk", "lora_targets"):
             value = getattr(self, name)
             if any(not str(each).strip() for each in (value if isinstance(value, tuple) else (value,)) if each is not None):
-                raise TrainError(f"--{name.replace('_', '-')} is empty: give a path (a shell variable that is not set?)")
+                what = "names of modules" if name == "lora_targets" else "a path"
+                raise TrainError(f"--{name.replace('_', '-')} is empty: give {what} (a shell variable that is not set?)")
         for name in ("device_bytes", "host_bytes"):
             value = getattr(self, name)
             if value is not None:
@@ -88,6 +89,8 @@ class Options:
                 number = parse_bytes(int(value) if value.isdigit() else value, option)
                 if number == 0:
                     raise TrainError(f"{option} must be greater than zero, got {value!r}")
+        if not self.lora:
+            self._check_without_lora()
         if self.eval_every is not None and not self.eval_data:
             raise TrainError("--eval-every without data to evaluate on: add --eval-data FILE")
         self._check_paths()
@@ -116,6 +119,14 @@ class Options:
                 f"--batch {self.batch} cannot be divided evenly over --nproc {self.nproc or 1} times --accumulate "
                 f"{self.accumulate or 1}: use a multiple of {(self.accumulate or 1) * (self.nproc or 1)}"
             )
+
+    def _check_without_lora(self) -> None:
+        """TrainError where adapters are described but not asked for: everything would be trained instead."""
+        for item in dataclasses.fields(self):
+            if item.name.startswith("lora_") and getattr(self, item.name) != item.default:
+                raise TrainError(
+                    f"--{item.name.replace('_', '-')} without --lora: add --lora to train adapters, or leave it out"
+                )
 
     def _check_choices(self) -> None:
         if self.schedule not in SCHEDULES:

@@ -10,6 +10,7 @@ alone (``Lane.parts``): the number of steps of an epoch is counted without token
 [Note: documents apart]
 Position ids start at 0 with each sample. transformers sees that, and lets no token attend to another sample. The first token of
 a sample is not predicted. A text that goes on in the next sequence is repeated there by one token, so that each is predicted.
+A model that does not see it (apart.py) gets one sample per sequence.
 """
 
 from collections.abc import Callable
@@ -53,8 +54,8 @@ class Sequence:
 
     @property
     def single(self) -> bool:
-        """Whether one sample fills all of it."""
-        return self.positions[-1] == len(self.positions) - 1
+        """Whether there is one sample in it at most: what is behind it is padding, which nothing before it attends to."""
+        return len(self.samples) <= 1
 
 
 @dataclass
@@ -69,6 +70,8 @@ class Lane:
     """Tokens of it that were used already."""
     limit: int | None = None
     """Positions from here on are not read."""
+    alone: bool = False
+    """A sequence holds one sample, and padding."""
 
     def parts(self, length: int, measure: Measure, size: int) -> list[Part]:
         """What the next sequence of ``length`` tokens holds; nothing at the end. ``size``: samples of an epoch."""
@@ -95,6 +98,8 @@ class Lane:
                 self.start += taken - 1
             else:
                 self.position, self.start = self.position + self.stride, 0
+            if self.alone:
+                break
         return found
 
 

@@ -24,7 +24,9 @@ from unwall.planner.words import count
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import BudgetError, TierName
 from unwall.train.errors import TrainError
+from unwall.train.measuring import outwait_measuring
 from unwall.train.options import Options
+from unwall.train.start import Start
 from unwall.train.world import size_of_world
 
 NETWORK_BYTES_PER_S = 1.25e9
@@ -62,7 +64,7 @@ class Decision:
         }
 
 
-def decide(options: Options, outline: Outline, progress: Progress | None = None) -> Decision:
+def decide(options: Options, outline: Outline, progress: Progress | None = None, start: Start | None = None) -> Decision:
     """Chooses a plan, or judges the one of a file. PlanError says what would fit where nothing does."""
     _, ranks, local = size_of_world()
     per_rank = sequences_per_rank(options, ranks)
@@ -73,9 +75,12 @@ def decide(options: Options, outline: Outline, progress: Progress | None = None)
                 fields[name] = getattr(options, name)
         if options.states != "exact":
             fields["states"] = options.states
-        machine = _machine(fields.get("disk"), ranks, local, progress, fields.get("compute_dtype"))
-        return _given(options, fields, outline, machine, ranks, per_rank)
-    machine = _machine(options.disk, ranks, local, progress)
+        machine = _machine(fields.get("disk"), ranks, local, progress, fields.get("compute_dtype"), start)
+        try:
+            return _given(options, fields, outline, machine, ranks, per_rank)
+        except (PlanError, TypeError) as error:
+            raise type(error)(f"--plan {options.plan}: {error}") from None
+    machine = _machine(options.disk, ranks, local, progress, None, start)
     least = options.accumulate or 1
     found = choose(
         outline, batch=options.batch // least, seq=options.seq, hardware=machine, ranks=ranks, disk=options.disk,
@@ -106,10 +111,17 @@ def _times(accumulate: int | None) -> str:
     return f" and {accumulate} passes" if (accumulate or 1) > 1 else ""
 
 
-def _machine(directories: Any, ranks: int, local: int, progress: Progress | None, dtype: torch.dtype | None = None) -> Hardware:
+def _machine(
+    directories: Any, ranks: int, local: int, progress: Progress | None, dtype: torch.dtype | None, start: Start | None
+) -> Hardware:
     """The machines of this run, as far as this one knows."""
     several = isinstance(directories, tuple)
+    if start is not None:
+        start.lap("planning")
+    outwait_measuring(progress)
     machine, _ = machine_of(None, local, directories[0] if several else directories, progress, dtype)
+    if start is not None:
+        start.lap("measuring")
     nodes = max(1, ranks // max(1, local))
     between = machine.collective_bytes_per_s or machine.host_to_device_bytes_per_s
     more: dict[str, Any] = {"collective_bytes_per_s": between} if ranks > 1 else {}
@@ -122,7 +134,9 @@ def _given(
     options: Options, fields: dict[str, Any], outline: Outline, machine: Hardware, ranks: int, per_rank: int
 ) -> Decision:
     """The plan of a file, judged on this machine."""
-    passes = options.accumulate or int(fields.get("passes", 1))
+    passes = options.accumulate or fields.get("passes", 1)
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise TrainError(f"--plan {options.plan}: passes is a whole number above 0, got {passes!r}")
     if per_rank % passes:
         raise TrainError(f"{options.plan}: {passes} passes do not divide the {per_rank} sequences per rank evenly")
     plan = Plan(**(fields | {"passes": passes, "reduce_op": "sum"}))

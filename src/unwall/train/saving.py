@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unwall.checkpoint.directory import complete, sync_directory
+from unwall.checkpoint.errors import CheckpointError
 from unwall.checkpoint.generators import read_generators, write_generators
 from unwall.checkpoint.public import load, save
 from unwall.checkpoint.save import PendingSave
@@ -41,7 +42,13 @@ class FullSaver:
         self._pending = None if isinstance(made, Path) else made
 
     def load(self) -> dict[str, Any]:
-        found: dict[str, Any] = load(self._folder, self._trained.base, self._trained.optimizer)
+        try:
+            found: dict[str, Any] = load(self._folder, self._trained.base, self._trained.optimizer)
+        except CheckpointError as error:
+            there = complete(self._folder)
+            if len(there) < 2:
+                raise
+            raise CheckpointError(f"{error}; remove {there[-1]} to go on from the checkpoint before it") from None
         return found
 
     def wait(self) -> None:

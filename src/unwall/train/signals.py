@@ -1,19 +1,67 @@
 """Ctrl-C and SIGTERM: the step that runs is finished, the run is saved, and the command ends."""
 
+import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import Any
 
+from unwall.terminal import say
+
 AT_ONCE_S = 2.0
 """A launcher passes on the Ctrl-C that the terminal has sent to everyone: two that come so close are one."""
+
+
+_terminated = False
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM where there is no step to finish: it ends the command as Ctrl-C does."""
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Inside, SIGTERM raises TerminatedError: before the first step nobody would hear of it otherwise. One of several ranks is
+    ended by the signal itself: while it waits inside torch for a rank that is gone, Python comes to call no handler."""
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if several or current_thread() is not main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    global _terminated
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except Exception as error:
+        if _terminated:  # an import that was left half way fails in its own words
+            raise TerminatedError from error
+        raise
+    finally:
+        _terminated = False
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 (of signal's signature)
+    global _terminated
+    _terminated = True
+    raise TerminatedError
+
+
+def ended_by(error: KeyboardInterrupt) -> int:
+    """Says so, on the first rank of a node, and gives the exit status that shells expect."""
+    name = "SIGTERM" if isinstance(error, TerminatedError) else "interrupted"
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"unwall: {name}; what was saved last stays, and the same command goes on from there", error=True)
+    return 128 + (signal.SIGTERM if isinstance(error, TerminatedError) else signal.SIGINT)
 
 
 class StopRequests:
     """Inside, a signal is only noted. A second Ctrl-C ends the command at once, without saving."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.asked: str | None = "SIGTERM" if _terminated else None  # one that somebody's code has caught and dropped
         """The signal's name."""
         self._first = 0.0
         self._before: dict[int, Any] = {}

@@ -8,10 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PARTS = ("imports", "planning", "data", "building", "shard", "weights", "optimizer", "checkpoint", "first step")
-"""In the order in which they happen. ``planning``: config, tokenizer and plan, and measuring the machine where nobody has yet.
-``data``: the other ranks are met, files are opened, samples are counted. ``building``: the model without values, and a look at
-its files. ``shard``: the tiers get their memory. ``checkpoint``: of a run that goes on. ``first step``: its batch, too."""
+PARTS = (
+    "imports", "tokenizer", "planning", "measuring", "data", "building", "shard", "weights", "optimizer", "checkpoint",
+    "counting", "first batch", "first step",
+)  # fmt: skip
+"""In the order in which they happen. ``imports``: torch and this package. ``tokenizer``: config and tokenizer, and most of
+transformers, which is imported for them. ``measuring``: the machine, where nobody has yet; a process that began with this one
+may have done it by then. ``data``: files are opened, the other ranks are met. ``building``: the model without values, and a
+look at its files. ``shard``: the tiers get their memory. ``checkpoint``: of a run that goes on. ``counting``: what is left of
+it when the model is there. ``first batch``: of samples, and of all ranks."""
 
 
 def process_age_s() -> float:

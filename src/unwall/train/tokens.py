@@ -34,6 +34,11 @@ class Encoder:
         self._eos = tokenizer.eos_token_id
         self.pad = next((each for each in (tokenizer.pad_token_id, self._eos) if each is not None), 0)
 
+    @property
+    def closes(self) -> bool:
+        """Whether samples end with a token that says so."""
+        return self._eos is not None
+
     def encode(self, record: dict[str, Any]) -> Document | None:
         """See [Note: answers]. None where there is nothing to learn from."""
         if "messages" in record:
@@ -105,11 +110,22 @@ class Encoder:
         return found
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        try:
+            found: list[int] = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        except (TypeError, UnicodeError):  # what tokenizers say to text that is none
+            raise BrokenSampleError(_half_of(text)) from None
         return found
 
     def _closed(self, ids: list[int]) -> list[int]:
         return ids if self._eos is None or (ids and ids[-1] == self._eos) else [*ids, self._eos]
+
+
+def _half_of(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds half a character, {text[error.start]!a} at {error.start}, as a text that was cut does"
+    return "the tokenizer refuses it"
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:

@@ -3,8 +3,9 @@
 // [Note: folding]
 // A message is a polynomial over GF(2), and its CRC the remainder of a division by P. Sixteen bytes that lie D bits before
 // others may be replaced by their product with x^D mod P, added to those others: the remainder stays the same. With a
-// multiplication without carries that is two instructions for 16 bytes, four of them at a time. What is left at the end is
-// 16 bytes, which the table divides. Bits are reflected in this CRC, so the factors are, too.
+// multiplication without carries that is two instructions for 16 bytes, four of them at a time; with AVX-512 for 64 bytes,
+// which are copied from the register they are in. What is left at the end is 16 bytes, which the table divides. Bits are
+// reflected in this CRC, so the factors are, too.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -93,15 +94,86 @@ UNWALL_FOLDS uint32_t by_folding(const unsigned char* src, int64_t n, uint32_t s
   _mm_storeu_si128(reinterpret_cast<__m128i*>(rest), one);
   return by_table(src, n, by_table(rest, sizeof rest, 0));
 }
+
+#define UNWALL_FOLDS_WIDE __attribute__((target("pclmul,sse4.1,avx512f,vpclmulqdq")))
+constexpr int64_t WIDE_BYTES = 256;  // four registers
+
+UNWALL_FOLDS_WIDE inline __m512i folded_wide(__m512i value, __m512i factors, __m512i other) {
+  const __m512i low = _mm512_clmulepi64_epi128(value, factors, 0x00), high = _mm512_clmulepi64_epi128(value, factors, 0x11);
+  return _mm512_ternarylogic_epi64(low, high, other, 0x96);  // all three added
+}
+
+UNWALL_FOLDS_WIDE inline __m512i four_times(const uint64_t* factors) {
+  const auto low = static_cast<long long>(factors[0]), high = static_cast<long long>(factors[1]);
+  return _mm512_set_epi64(high, low, high, low, high, low, high, low);
+}
+
+// See [Note: folding]. At least WIDE_BYTES. Without Copy `dst` is not used; otherwise it begins a line of the cache.
+template <bool Copy>
+UNWALL_FOLDS_WIDE uint32_t by_wide_folding(char* dst, const unsigned char* src, int64_t n, uint32_t state) {
+  static const uint64_t far[2] = {factor(4 * 512 + 32), factor(4 * 512 - 32)};
+  static const uint64_t near[2] = {factor(512 + 32), factor(512 - 32)};
+  static const uint64_t nearest[2] = {factor(128 + 32), factor(128 - 32)};
+  const auto take = [&](int64_t at) UNWALL_FOLDS_WIDE {
+    const __m512i found = _mm512_loadu_si512(src + at);
+    if constexpr (Copy) _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + at), found);
+    return found;
+  };
+  const __m512i factors = four_times(far), factors_near = four_times(near);
+  __m512i lanes[4] = {take(0), take(64), take(128), take(192)};
+  const __m128i before = _mm_cvtsi32_si128(static_cast<int>(state));
+  lanes[0] = _mm512_xor_si512(lanes[0], _mm512_inserti32x4(_mm512_setzero_si512(), before, 0));
+  int64_t at = WIDE_BYTES;
+  for (; n - at >= WIDE_BYTES; at += WIDE_BYTES)
+    for (int lane = 0; lane < 4; ++lane) lanes[lane] = folded_wide(lanes[lane], factors, take(at + 64 * lane));
+  for (int lane = 1; lane < 4; ++lane) lanes[lane] = folded_wide(lanes[lane - 1], factors_near, lanes[lane]);
+  __m128i parts[4];
+  _mm512_storeu_si512(parts, lanes[3]);
+  const __m128i factors_nearest = _mm_loadu_si128(reinterpret_cast<const __m128i*>(nearest));
+  for (int part = 1; part < 4; ++part) parts[part] = folded(parts[part - 1], factors_nearest, parts[part]);
+  unsigned char rest[16];
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(rest), parts[3]);
+  if constexpr (Copy) {
+    _mm_sfence();
+    std::memcpy(dst + at, src + at, static_cast<size_t>(n - at));
+  }
+  state = by_table(rest, sizeof rest, 0);
+  return n - at >= 64 ? by_folding(src + at, n - at, state) : by_table(src + at, n - at, state);
+}
+
+// Where the kernels of AVX-512 are those in use.
+bool is_wide() {
+  static const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+  return can && &kernels() == &avx512_kernels();
+}
 #endif
 
 uint32_t updated(const void* src, int64_t n, uint32_t state) {
   const auto* bytes = static_cast<const unsigned char*>(src);
 #if defined(__x86_64__)
+  if (n >= WIDE_BYTES && is_wide()) return by_wide_folding<false>(nullptr, bytes, n, state);
   static const bool folds = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
   if (folds && n >= 64) return by_folding(bytes, n, state);
 #endif
   return by_table(bytes, n, state);
+}
+
+uint32_t copied(void* dst, const void* src, int64_t n, uint32_t state) {
+  auto* to = static_cast<char*>(dst);
+  const auto* from = static_cast<const unsigned char*>(src);
+#if defined(__x86_64__)
+  const int64_t ahead = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) % 64);
+  if (n >= ahead + WIDE_BYTES && is_wide()) {
+    std::memcpy(to, from, static_cast<size_t>(ahead));
+    return by_wide_folding<true>(to + ahead, from + ahead, n - ahead, updated(from, ahead, state));
+  }
+#endif
+  for (int64_t at = 0; at < n; at += CHUNK_BYTES) {
+    const int64_t count = std::min(CHUNK_BYTES, n - at);
+    state = updated(from + at, count, state);
+    kernels().stream_copy(to + at, from + at, count);
+  }
+  return state;
 }
 
 }  // namespace
@@ -111,16 +183,7 @@ using namespace unwall;
 
 uint32_t uw_crc32(const void* src, int64_t n, uint32_t value) { return ~updated(src, n, ~value); }
 
-uint32_t uw_crc32_copy(void* dst, const void* src, int64_t n, uint32_t value) {
-  uint32_t state = ~value;
-  for (int64_t at = 0; at < n; at += CHUNK_BYTES) {
-    const int64_t count = std::min(CHUNK_BYTES, n - at);
-    const char* from = static_cast<const char*>(src) + at;
-    state = updated(from, count, state);
-    kernels().stream_copy(static_cast<char*>(dst) + at, from, count);
-  }
-  return ~state;
-}
+uint32_t uw_crc32_copy(void* dst, const void* src, int64_t n, uint32_t value) { return ~copied(dst, src, n, ~value); }
 
 uint32_t uw_crc32_join(float* dst, const void* half, const int16_t* remainder, int64_t n, uint32_t value) {
   constexpr int64_t chunk = CHUNK_BYTES / 4;

@@ -99,12 +99,11 @@ inline void load_halves(const uint16_t* __restrict halves, float* __restrict val
 }
 
 // The bits of a value (not negative) as they are before those below the small float's are cut off. The low ones are added to.
+// See [Note: small floats by comparison] in lean_wide.hpp.
 template <uint32_t Rebias>
 inline uint32_t narrow(float value) {
-  constexpr uint32_t smallest_normal = Rebias + (1u << 23);
-  uint32_t denormal = bits_of(value + float_of(smallest_normal)) - (1u << 23);
-  uint32_t bits = value < float_of(smallest_normal) ? denormal : bits_of(value);
-  return bits - Rebias;
+  float denormal = value * 0.5f + float_of(Rebias);
+  return bits_of(value > denormal ? value : denormal) - Rebias;
 }
 
 // A finaliser of a multiplicative hash: every bit of the input reaches every bit of the result.
@@ -254,16 +253,21 @@ inline void update_block(const LeanSpan& span, int64_t begin, int count, const A
 }
 
 #if defined(__AVX512F__)
+#include "lean_vec512.hpp"
+#elif defined(__AVX2__)
+#include "lean_vec256.hpp"
+#endif
+#if defined(__AVX2__)
 #include "lean_wide.hpp"
 #endif
 
 template <class Grad>
 void update_span(const LeanSpan& span, const AdamWConstants& constants, uint32_t key) {
   const AdamWConstants c = constants;
-  int64_t begin = 0;
-#if defined(__AVX512F__)
-  for (; begin + BLOCK <= span.n; begin += BLOCK) update_wide_block<Grad>(span, begin, c, key);
+#if defined(__AVX2__)
+  int64_t begin = update_wide<Grad>(span, c, key);
 #else
+  int64_t begin = 0;
   for (; begin + BLOCK <= span.n; begin += BLOCK) update_block<Grad, true>(span, begin, BLOCK, c, key);
 #endif
   if (begin < span.n) update_block<Grad, false>(span, begin, static_cast<int>(span.n - begin), c, key);
