@@ -1,15 +1,18 @@
 """Ctrl-C inside our own code waits for its edge, and is never lost."""
 # ruff: noqa: PT012 (where it is raised is what is tested)
 
+import contextlib
 import signal
 import sys
 import threading
 import time
 
 import pytest
+from interrupting import AtEvent
 
 from unwall.native import interrupts
 from unwall.native.ticket import NativeTicket, Signal
+from unwall.tiers.disk import DiskTier
 
 
 class Alarm(Exception):
@@ -216,3 +219,43 @@ def test_an_interrupt_where_a_finaliser_begins_comes_a_moment_later(place):
         Seen(freed)
         threading.Event().wait(30)
     assert freed == [0]
+
+
+def test_what_is_done_when_an_object_goes_is_done_whole_and_the_interrupt_comes():
+    class Thing:
+        pass
+
+    def free(steps, done):
+        for _ in steps:
+            done.append(len(done))
+
+    def dropped(k):
+        thing, done = Thing(), []
+        interrupts.Gone(thing, free, range(5), done)
+        with AtEvent(k) as seen:
+            del thing
+        assert len(done) == 5
+        return seen.events
+
+    places = dropped(None)
+    assert places > 5
+    for k in range(1, places + 1):
+        with pytest.raises(KeyboardInterrupt):
+            dropped(k)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python's own weak sets lose one
+def test_files_of_a_tier_that_goes_are_removed_wherever_an_interrupt_comes(tmp_path):
+    def dropped(k):
+        tier = DiskTier([tmp_path])
+        assert list(tmp_path.iterdir()) == tier.paths
+        with AtEvent(k) as seen:
+            del tier
+        return seen.events
+
+    places = dropped(None)
+    assert places > 20
+    for k in range(1, places + 1):
+        with contextlib.suppress(KeyboardInterrupt):
+            dropped(k)
+        assert list(tmp_path.iterdir()) == []

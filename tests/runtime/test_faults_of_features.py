@@ -2,6 +2,7 @@
 tiles, the loss without logits. The error comes out, the call is made again, and all is as in an undisturbed run."""
 
 import errno
+import gc
 import random
 import signal
 from dataclasses import replace
@@ -176,6 +177,7 @@ LIVES = {
 def live(name, folder, disturb=None, kinds=(OSError,), around=None):
     """Does it all, each act again when it failed. What came out, and what the errors said: the errors themselves would keep what
     they met."""
+    gc.collect()  # not in an act, where an interrupt could come while what earlier lives have left is finalised
     script, fields = LIVES[name]
     life, errors = Life(folder, **fields), []
     if disturb is not None:

@@ -1,4 +1,9 @@
-"""Ctrl-C (or another signal) at a chosen place: a real one, raised at the k-th call or return in the main thread, of Python or C functions."""
+"""Ctrl-C (or another signal) at a chosen place: a real one, raised at the k-th place of the main thread where the interpreter looks for
+signals, too: where a Python function begins or goes on, and behind a call of a C function. Nowhere else: a generator that yields, for
+one, cannot bear an exception there.
+
+The profiler's function is kept alive here. An exception in it makes the interpreter drop it; when that happens in a finaliser that the
+garbage collector runs, a call of it may be under way further up, and would call whatever lies in that memory then."""
 
 import signal
 import sys
@@ -25,10 +30,11 @@ class AtEvent:
         self._number = number
         self._reminding = 0
         self._remind = interrupts._remind
+        self._profile = self._look
 
     def __enter__(self) -> "AtEvent":
         interrupts._remind = self._counted
-        sys.setprofile(self._seen)
+        sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,12 +56,19 @@ class AtEvent:
         finally:
             self._reminding -= 1
 
-    def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
-        if event == "c_call" and getattr(arg, "__name__", "") == "__exit__":
-            return  # the interpreter looks for signals behind a call: only here one could come between a block and its end
+    def _look(self, frame: types.FrameType, event: str, arg: object) -> None:
+        if event in ("call", "c_return"):
+            self._seen(frame, event)
+        elif event == "return":
+            self._left(frame)
+
+    def _seen(self, frame: types.FrameType, event: str) -> None:
         self.events += 1
         if self.events == self._k:
             signal.raise_signal(self._number)
+
+    def _left(self, frame: types.FrameType) -> None:
+        """A function ends."""
 
 
 class InHook(AtEvent):
@@ -67,13 +80,20 @@ class InHook(AtEvent):
         self._later = later
         self._hook: types.FrameType | None = None
 
-    def _seen(self, frame: types.FrameType, event: str, arg: object) -> None:
+    def _seen(self, frame: types.FrameType, event: str) -> None:
         if self._hook is not None:
             self._later -= 1
-            if self._later < 0 or (event == "return" and frame is self._hook):
-                self._hook = None
-                signal.raise_signal(signal.SIGINT)
+            if self._later < 0:
+                self._raise()
         elif event == "call" and frame.f_code in HOOKS:
             self.events += 1
             if self.events == self._k:
                 self._hook = frame
+
+    def _left(self, frame: types.FrameType) -> None:
+        if frame is self._hook:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._hook = None
+        signal.raise_signal(signal.SIGINT)

@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from threading import get_ident, main_thread
@@ -214,6 +215,18 @@ def _remind() -> None:
 
 deferred = _Deferred()
 finalizing = _Finalizing()
+
+
+class Gone(weakref.finalize):  # type: ignore[type-arg]  # generic only for type checkers
+    """``weakref.finalize`` that runs whole: a signal in the middle would be lost, and so would what was to be freed."""
+
+    __slots__ = ()
+
+    def gone(self, _: object = None) -> Any:
+        with finalizing:
+            return super().__call__(_)
+
+    __call__ = gone
 
 
 def commit() -> None:

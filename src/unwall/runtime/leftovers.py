@@ -4,10 +4,11 @@ A finaliser may run on any thread, under any lock: it only adds to a queue of ea
 where waiting and locking is allowed, on a thread that calls it.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from unwall.native.interrupts import Gone
 
 if TYPE_CHECKING:
     from unwall.runtime.engine import Engine
@@ -22,7 +23,7 @@ class Leftovers:
     def __init__(self, optimizer: object, free: Free) -> None:
         self._free = free
         self._queues: list[deque[Free]] = []  # an engine's queue outlives it, and does not keep it
-        weakref.finalize(optimizer, self._discard).atexit = False
+        Gone(optimizer, self._discard).atexit = False
 
     def note(self, engine: "Engine") -> None:
         """The optimizer has something there."""

@@ -1,11 +1,11 @@
 """Where parameters wait that were taken out while their model is built."""
 
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from unwall.native.interrupts import Gone
 from unwall.native.memory import HostMemory
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.sizes import align_up
@@ -24,7 +24,7 @@ class Shelf:
     def put(self, part: torch.Tensor) -> "torch.Tensor | Shelved":
         if self._limit_bytes is None or not self._directories or self._held_bytes + part.nbytes <= self._limit_bytes:
             self._held_bytes += part.nbytes
-            weakref.finalize(part, self._forget, part.nbytes).atexit = False
+            Gone(part, self._forget, part.nbytes).atexit = False
             return part
         if self._disk is None:
             self._disk = DiskTier(self._directories, rank=self._rank)
@@ -44,7 +44,7 @@ class Shelved:
         memory.copy_(part)
         for ticket in disk.write(self._block, 0, memory.data_ptr(), part.nbytes, keep=memory):
             ticket.wait()
-        weakref.finalize(self, disk.free, self._block).atexit = False
+        Gone(self, disk.free, self._block).atexit = False
 
     def get(self) -> torch.Tensor:
         memory = self._memory()

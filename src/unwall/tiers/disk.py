@@ -4,12 +4,12 @@ import contextlib
 import errno
 import shutil
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from unwall.native.disk import DiskEngine, DiskFile, Operation
+from unwall.native.interrupts import Gone
 from unwall.native.library import DiskError, NativeError
 from unwall.native.memory import HostMemory
 from unwall.native.ticket import NativeTicket
@@ -73,7 +73,7 @@ class DiskTier:
             raise
         self._claims = claims
         self._can_clone = True  # until the file system says otherwise
-        self._shut = weakref.finalize(self, _shut, self._file, owned_engine, claims)
+        self._shut = Gone(self, _shut, self._file, owned_engine, claims)
 
     def allocate(self, nbytes: int, label: str = "") -> DiskBlock:
         check_size(nbytes, self.name)

@@ -2,12 +2,12 @@
 
 import contextlib
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unwall.native.interrupts import Gone
 from unwall.native.memory import HostMemory
 from unwall.native.pool import DType, WorkerPool
 from unwall.tiers.block import Block, MemoryBlock, check_size
@@ -111,4 +111,4 @@ def _page_lock(buffer: Any, address: int, nbytes: int) -> None:
             "lower host_bytes or raise `ulimit -l`"
         )
     # Called before the buffer lets go of the mapping. At exit the process goes, and the locks with it.
-    weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
+    Gone(buffer, runtime.cudaHostUnregister, address).atexit = False
