@@ -133,6 +133,8 @@ def test_half_an_update_goes_on_and_is_told_where_it_cannot(tmp_path):
 
     step()
     fails()
+    with average.swap():
+        assert unwall.api.engine(model).averaged
     average.update()
     for name, value in whole(model).items():
         expected[name].lerp_(value, 1.0 - 0.8)
@@ -143,6 +145,17 @@ def test_half_an_update_goes_on_and_is_told_where_it_cannot(tmp_path):
     step()
     with pytest.warns(RuntimeWarning, match=r"\d groups of parameters have missed one update"):
         average.update()
+
+
+def test_averages_that_are_gone_leave_nothing_in_the_engine():
+    model = build()
+    unwall.shard(model)
+    checks = unwall.api.engine(model).checks
+    unwall.ema(model, 0.9)
+    before = len(checks)
+    for _ in range(5):
+        unwall.ema(model, 0.9)
+    assert len(checks) == before
 
 
 def test_bad_input():

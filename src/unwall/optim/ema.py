@@ -56,6 +56,7 @@ class Ema:
         self._inside = False
         """Of a swap."""
         engine.edge()
+        engine.checks[:] = [check for check in engine.checks if not (isinstance(check, _Restores) and check.is_over)]
         engine.checks.append(_Restores(self))
         for group in self._groups():
             self._average(group)
@@ -107,6 +108,7 @@ class Ema:
         self._meet()
         if self._inside:
             raise RuntimeError("ema.swap() inside ema.swap(): the model has the averaged values already")
+        goes_on = self._averaged_at == self._engine.version  # an update that failed, if there is one
         try:
             self._inside = True
             self._engine.averaged = True
@@ -123,6 +125,8 @@ class Ema:
             with suppress(DiskError):
                 self.restore()
             self._engine.averaged = bool(self._swapped)
+        if goes_on and not trained and not self._swapped:
+            self._averaged_at = self._engine.version  # the parameters are those of before
         if trained:
             raise RuntimeError(
                 "parameters were changed inside ema.swap(), by a step or a write: the change went into the average. Train "
@@ -270,6 +274,10 @@ class _Restores:
 
     def __init__(self, average: Ema) -> None:
         self._average = weakref.ref(average)
+
+    @property
+    def is_over(self) -> bool:
+        return self._average() is None
 
     def __call__(self) -> None:
         average = self._average()

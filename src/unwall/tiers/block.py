@@ -119,13 +119,15 @@ class MemoryBlock(Block):
 class DiskBlock(Block):
     """Bytes on disk: one extent, or several when the file has only small holes left."""
 
+    extents: tuple[Extent, ...] = ()
+    lost: deque[tuple[tuple[Extent, ...], list[NativeTicket]]] | None = None
+    """Where its tier finds the extents, and what is in flight on them, if it is dropped without being freed."""
+
     def __init__(self, ledger: Ledger, nbytes: int, label: str, extents: tuple[Extent, ...]) -> None:
         super().__init__(ledger, nbytes, label)
         self.extents = extents
         self.in_flight: weakref.WeakSet[NativeTicket] = weakref.WeakSet()
         """Requests on the extents. Weak: a ticket that is dropped has waited for its request in its finaliser."""
-        self.lost: deque[tuple[tuple[Extent, ...], list[NativeTicket]]] | None = None
-        """Where its tier finds the extents, and what is in flight on them, if it is dropped without being freed."""
 
     def __del__(self) -> None:
         with interrupts.finalizing:
