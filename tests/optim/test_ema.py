@@ -135,6 +135,8 @@ def test_half_an_update_goes_on_and_is_told_where_it_cannot(tmp_path):
     fails()
     with average.swap():
         assert unwall.api.engine(model).averaged
+    with pytest.raises(KeyError), average.swap():
+        raise KeyError("in an evaluation")
     average.update()
     for name, value in whole(model).items():
         expected[name].lerp_(value, 1.0 - 0.8)

@@ -109,6 +109,7 @@ class Ema:
         if self._inside:
             raise RuntimeError("ema.swap() inside ema.swap(): the model has the averaged values already")
         goes_on = self._averaged_at == self._engine.version  # an update that failed, if there is one
+        trained = False
         try:
             self._inside = True
             self._engine.averaged = True
@@ -125,8 +126,8 @@ class Ema:
             with suppress(DiskError):
                 self.restore()
             self._engine.averaged = bool(self._swapped)
-        if goes_on and not trained and not self._swapped:
-            self._averaged_at = self._engine.version  # the parameters are those of before
+            if goes_on and not trained and not self._swapped:
+                self._averaged_at = self._engine.version  # the parameters are those of before
         if trained:
             raise RuntimeError(
                 "parameters were changed inside ema.swap(), by a step or a write: the change went into the average. Train "
