@@ -14,7 +14,8 @@ never followed from one to the next: that thread goes on meanwhile, and the next
 Waiting could be for ever: a forward that starts threads which run parts of the same model waits for them, and they for it.
 After ``PATIENCE_SECONDS`` in which the other one has used nothing, that is an error. Over several ranks nobody waits: the order
 of two threads could differ between ranks. But for one: whoever called a backward that ended with an exception hears of that a
-moment before the thread of autograd's that ran it has let go of its graph task.
+moment before the thread of autograd's that ran it has let go of its graph task. Not every version of torch tells who called, so
+a backward that uses nothing more is given ``GRACE_SECONDS`` to be over; one that goes on is another thread's.
 
 A child that was forked has the model's memory but none of the threads that move it: using the model there is an error.
 """
@@ -35,6 +36,7 @@ import torch
 from unwall.native import interrupts
 
 PATIENCE_SECONDS = 60.0
+GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 
 
@@ -163,8 +165,18 @@ class Turn:
         mine = self._caller is not None and self._caller.thread == threading.get_ident()
         return mine and torch._C._current_graph_task_id() == -1
 
+    def _ends_unused(self) -> bool:
+        """Whether it is a backward that ends without using the model any more: it had failed. See [Note: turns]."""
+        seen, since = self._progress(), time.monotonic()
+        while self._is_backward and self._thread is not None and not self._is_over():
+            if self._progress() != seen or time.monotonic() - since > GRACE_SECONDS:
+                return False
+            self._changed.wait(_LOOK_SECONDS)
+            interrupts.check()
+        return self._is_backward
+
     def _wait(self, what: str) -> None:
-        if not self._alone and not self._called_from_here():
+        if not self._alone and not self._called_from_here() and not self._ends_unused():
             raise RuntimeError(
                 f"{what}: {self.name()} is using the model. Over several ranks one thread uses a model, because ranks would "
                 "meet in another order: do it there, or one after the other"
@@ -184,9 +196,8 @@ class Turn:
 
 def _taken_by_caller() -> Token | None:
     """On a thread of autograd's: the turn that whoever called backward had taken last."""
-    if not torch._C._is_key_in_tls("context"):
-        return None
-    taken: Token | None = torch._C._get_obj_in_tls("context").get(_taken)
+    context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+    taken: Token | None = None if context is None else context.get(_taken)  # None: older versions leave that behind
     return taken
 
 
