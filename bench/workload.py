@@ -1,7 +1,7 @@
 """The reference workload: a Llama-shaped decoder in plain PyTorch, its first weights and its tokens."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from bench.shapes import Shape
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 """Given to every engine in full, because their defaults differ."""
 COMPUTE_DTYPE = torch.bfloat16
+VARIANTS = ("recompute", "compile")
+"""Options of the workload, 0 or 1: blocks are recomputed in backward (1 unless said otherwise), and compiled (0)."""
 
 
 def initial(name: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -84,6 +86,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Recomputes each block in backward; the vocabulary's logits exist for one sample at a time."""
 
+    recompute = True
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed = Embedding(shape.vocab, shape.hidden, "embed")
@@ -93,7 +97,7 @@ class Decoder(nn.Module):
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         x = self.norm(x)
         loss: torch.Tensor = x.new_zeros((), dtype=torch.float32)
         for row, target in zip(x.split(1), labels.split(1), strict=True):
@@ -104,10 +108,15 @@ class Decoder(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), target.flatten())
 
 
-def build(shape: Shape, device: torch.device | str) -> Decoder:
-    """The model with its first weights in fp32; on ``"meta"`` without any."""
+def build(shape: Shape, device: torch.device | str, options: Mapping[str, str] | None = None) -> Decoder:
+    """The model with its first weights in fp32; on ``"meta"`` without any. ``options``: see ``VARIANTS``."""
+    chosen = {"recompute": "1", "compile": "0"} | dict(options or {})
     with torch.device(device):
-        return Decoder(shape)
+        model = Decoder(shape)
+    model.recompute = chosen["recompute"] == "1"
+    for block in model.blocks if chosen["compile"] == "1" else ():
+        block.compile()
+    return model
 
 
 def fill(model: nn.Module, device: torch.device) -> None:

@@ -78,7 +78,7 @@ _ON_HOST = {"params": "host", "optimizer": "host"}
 _ON_DISK = {"disk": "scratch"}
 
 ENGINES: dict[str, Engine] = {
-    "plain": Engine("plain", "device"),
+    "plain": Engine("plain", "device", accepts=frozenset({"recompute", "compile"})),
     "fsdp2": Engine("fsdp2", "device", group=True),
     "fsdp2-offload": Engine("fsdp2", "host", {"offload": "1"}, group=True),
     "deepspeed": Engine("deepspeed", "device", **_DEEPSPEED),

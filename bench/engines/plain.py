@@ -8,7 +8,7 @@ from bench.workload import ADAMW, COMPUTE_DTYPE, build
 
 
 def start(job: Job) -> Running:
-    model = build(job.shape, job.device)
+    model = build(job.shape, job.device, job.options)
     params: list[torch.Tensor] = list(model.parameters())
     masters = [param.detach().clone() for param in params]
     model.to(COMPUTE_DTYPE)

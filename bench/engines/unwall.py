@@ -1,4 +1,5 @@
-"""unwall. Options behind the name are fields of ``unwall.Plan``; those in ``_OPTIMIZER`` go to ``unwall.AdamW``."""
+"""unwall. Options behind the name are fields of ``unwall.Plan``; those in ``_OPTIMIZER`` go to ``unwall.AdamW``, those in
+``VARIANTS`` to the workload."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,15 +8,16 @@ from typing import Any
 import torch
 
 from bench.engines import Job, Running, require, version_of
-from bench.workload import ADAMW, build, initial
+from bench.workload import ADAMW, VARIANTS, build, initial
 
 _OPTIMIZER = ("update_in_backward", "speculate", "states")
 
 
 def start(job: Job) -> Running:
     unwall = require("unwall")
-    options, extra = plan_fields(job.options, job.scratch)
-    model = build(job.shape, "meta")
+    variant = {name: value for name, value in job.options.items() if name in VARIANTS}
+    options, extra = plan_fields({k: v for k, v in job.options.items() if k not in VARIANTS}, job.scratch)
+    model = build(job.shape, "meta", variant)
     unwall.shard(model, unwall.Plan(**options))
     _fill(model)
     optimizer = unwall.AdamW(model.parameters(), max_grad_norm=job.clip, **ADAMW, **extra)
