@@ -6,7 +6,8 @@ from models_with_blocks import decoder, encoder_decoder, experts
 from torch import nn
 
 import unwall
-from unwall.runtime.sequence_tiles import candidates, is_token_wise
+from unwall.runtime.activation_room import ActivationRoom
+from unwall.runtime.sequence_tiles import Tiles, candidates, is_token_wise
 from unwall.schedule.activations import everywhere
 from unwall.schedule.observed import Observed
 
@@ -132,3 +133,18 @@ def test_what_tiles_drop_does_not_count_as_held(choice, monkeypatch):
     given = 2 * 12 * 8 * 4
     assert found[4] == [given] * 2  # the MLP's input, of which the tiles are parts
     assert min(found[None]) >= given + 2 * 12 * 16 * 4  # and what is inside
+
+
+@pytest.mark.parametrize("short", ["blocks", "loss"])
+def test_auto_runs_in_tiles_where_a_block_does_not_fit_and_not_for_a_loss(short, monkeypatch):
+    """What a loss needs may be a guess, and tiles of the blocks would not make it smaller."""
+    most = 1 << 40
+    monkeypatch.setattr(ActivationRoom, "beyond_bytes", lambda *_: (most, 0) if short == "blocks" else (0, most))
+    model = nn.ModuleDict({"blocks": nn.Sequential(Residual(), Residual())})
+    model.forward = model.blocks.forward
+    unwall.shard(model, unwall.Plan(compute_dtype=torch.float32, params="host", optimizer="host", device_bytes="1GiB"))
+    decides = unwall.api.engine(model).activations
+    decides.tiles = Tiles(model)  # as on an accelerator
+    for _ in range(3):
+        model(torch.randn(2, 12, 8, requires_grad=True)).sum().backward()
+    assert (decides.tiles.count > 1) is (short == "blocks")

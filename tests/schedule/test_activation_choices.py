@@ -106,5 +106,6 @@ def test_the_loss_comes_when_all_blocks_hold_what_they_hold():
     found = Observed(1, blocks, 10, 150, NO_LINK, loss_bytes=50)
     assert found.best(1.0, 150, NO_LINK).count("keep") == 2
     assert found.needed_bytes(1.0, found.best(1.0, 150, NO_LINK)) == 2 * 40 + 2 * 5 + 50
+    assert found.in_blocks_bytes(1.0, found.best(1.0, 150, NO_LINK)) < found.needed_bytes(1.0, found.best(1.0, 150, NO_LINK))
     assert found._replace(loss_bytes=10).best(1.0, 150, NO_LINK).count("keep") == 3
     assert set(found.best(1.0, 10, NO_LINK)) == {"recompute"}

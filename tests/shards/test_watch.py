@@ -1,6 +1,7 @@
 """The thread that looks after the other ranks outlives what fails there."""
 
 import datetime
+import gc
 import os
 import threading
 import warnings
@@ -85,6 +86,28 @@ def test_what_the_device_is_stuck_in_is_given_up_at_once(monkeypatch):
         watch.tell_end("the ranks cannot go on")
         assert given_up.wait(60)
     looking.wake.set()
+
+
+def test_what_the_device_is_stuck_in_is_given_up_although_its_model_goes_first():
+    """Who raises lets go of the model, whose finalisers wait for the device: nobody else would free them."""
+    watch = Watch(None, 0, 2)
+    with _adding:
+        _known.discard(watch)  # looked at here, when the model has gone
+    given_up = []
+
+    class Stuck:
+        def give_up(self):
+            given_up.append(True)
+
+    stuck = Stuck()
+    watch.stuck.add(stuck)
+    watch.tell_end("the ranks cannot go on")
+    del stuck
+    gc.collect()
+    watch.look()
+    assert given_up == [True]
+    watch.look()
+    assert given_up == [True]
 
 
 def test_who_waits_for_a_collective_raises_before_the_process_group_is_given_up(capfd):

@@ -187,7 +187,8 @@ class Auto:
         self._choices = self._decided[key]
         self.blocks = tuple(observed.scaled(self._ratio))
         needed = observed.needed_bytes(self._ratio, self._choices)
-        if needed > room and may_move and self.tiles is not None and self.tiles.more():
+        in_blocks = observed.in_blocks_bytes(self._ratio, self._choices)  # a loss that does not fit is none of the tiles'
+        if in_blocks > room and may_move and self.tiles is not None and self.tiles.more():
             self._measure_next = True
         kept = all(choice == "keep" for choice in self._choices)
         self._plain = kept and needed <= 0.9 * room and self._census is None

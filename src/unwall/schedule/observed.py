@@ -31,10 +31,12 @@ class Observed(NamedTuple):
 
     def needed_bytes(self, ratio: float, choices: Sequence[Choice]) -> int:
         """What such a pass needs at most, its blocks and all besides them."""
-        blocks = self.scaled(ratio)
-        held = sum(held_bytes(*pair) for pair in zip(blocks, choices, strict=True))
-        in_backward = peak_bytes(blocks, choices) + self._grown(self.beyond_bytes, ratio)
-        return max(in_backward, held + self._grown(self.loss_bytes, ratio))
+        held = sum(held_bytes(*pair) for pair in zip(self.scaled(ratio), choices, strict=True))
+        return max(self.in_blocks_bytes(ratio, choices), held + self._grown(self.loss_bytes, ratio))
+
+    def in_blocks_bytes(self, ratio: float, choices: Sequence[Choice]) -> int:
+        """The same while backward is in the blocks."""
+        return peak_bytes(self.scaled(ratio), choices) + self._grown(self.beyond_bytes, ratio)
 
     @staticmethod
     def _grown(nbytes: int, ratio: float) -> int:

@@ -68,6 +68,8 @@ class Watch:
         """Says where this rank is, for the others."""
         self.stuck: weakref.WeakSet[Stuck] = weakref.WeakSet()
         """Told when the ranks cannot go on, on the thread that looks."""
+        self._ending: list[Stuck] = []
+        """Of these, those that are still to be told. See ``_end``."""
         self.onlookers: weakref.WeakSet[Onlooker] = weakref.WeakSet()
         """Asked whenever the thread looks."""
         self.lock = threading.RLock()
@@ -126,10 +128,16 @@ class Watch:
     def tell_end(self, text: str) -> None:
         """The ranks cannot go on."""
         if not self.end:
-            self.end = text
+            self._end(text)
             looking.wake.set()  # the thread gives up what the device is stuck in, before torch's own watchdog ends the process
         if not self._get("end"):
             self._set("end", text)
+
+    def _end(self, text: str) -> None:
+        """From now on whoever waits raises, and the model may go before the thread has told what is stuck: then the model's
+        finalisers wait for the device, and for that. So it is held until then."""
+        self._ending += self.stuck
+        self.end = self.end or text
 
     def tell_ended(self, what: str) -> None:
         """An exception has ended this rank's script: see shards/uncaught.py."""
@@ -194,7 +202,7 @@ class Watch:
         if self._ends is not None and self._ends[1] in addresses:
             self.let_go()
         told = " and ".join(self._describe(rank) for rank in sorted(self._vanished))
-        self.end = self.end or f"{told}. Start all ranks again, from a checkpoint"
+        self._end(f"{told}. Start all ranks again, from a checkpoint")
         looking.wake.set()
 
     def _may_answer(self, rank: int, asked: str) -> bool:
@@ -289,8 +297,8 @@ class Watch:
         fault = self._get(f"fault/{number}")
         if fault:
             self._heard = (number, fault)
-        end = self._get("end")
-        self.end = self.end or end  # meanwhile another thread may have found one: it stays
+        if end := self._get("end"):
+            self._end(end)  # meanwhile another thread may have found one: it stays
         asked = self._get("ask")
         if asked != self._asked:
             self._asked = asked
@@ -306,11 +314,13 @@ class Watch:
             if self._has_left or self._get("left") == str(self._rank):  # another thread, or an exit handler, may use the model
                 self._set("left", str(self._rank) if self._has_left else "")
         self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
-        if self.stuck and (self.end or self._dead_for >= CERTAIN):
-            self.end = self.end or f"rank {', '.join(map(str, self.dead()))} has ended"
+        if self._dead_for >= CERTAIN:
+            self._end(f"rank {', '.join(map(str, self.dead()))} has ended")
+        if self.end and (self._ending or self.stuck):
             self._say_before_the_end()
-            for stuck in list(self.stuck):
+            for stuck in {*self._ending, *self.stuck}:
                 stuck.give_up()
+            self._ending.clear()
             self.stuck.clear()
 
     def _say_before_the_end(self) -> None:
