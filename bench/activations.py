@@ -5,7 +5,7 @@ activations kept, recomputed, moved to the host, or as unwall decides. Ratios ar
 
 ``python -m bench.activations --must-hold`` runs all that is promised of them: the default plan against plain PyTorch, 24 GiB
 with states on the host against recomputing everything, ``"host"`` with 16K tokens per sample at three widths, and the longest
-sequence. ``--small`` makes each of them small enough for two cores.
+sequence, with dense attention and with a window. ``--small`` makes each of them small enough for two cores.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import unwall
 from bench.shapes import SHAPES, Shape
 from bench.workload import ADAMW, COMPUTE_DTYPE, Block, Decoder, Embedding, Linear, batch_of
+from unwall import sparse
 from unwall.nn import linear_cross_entropy
 from unwall.runtime import link_speed
 from unwall.tiers.sizes import parse_bytes
@@ -36,6 +37,8 @@ INPUTS_BYTES = 3 << 30
 """Of all blocks, where what they free is compared with the formula: up to 1 GiB of them is in flight."""
 CARD = "24GiB"
 """Of a card with more: the longest sample of all of an H200 takes half an hour per step."""
+WINDOW = 4096
+"""Tokens that a token sees, in rows with -window."""
 STATES = "2GiB"
 """Of that, for parameters that come and go (rows with -offload)."""
 
@@ -53,7 +56,9 @@ class Mlp(nn.Module):
 
 
 class LongBlock(Block):
-    """The reference block with its feed-forward as a module."""
+    """The reference block with its feed-forward as a module, and attention that may be sparse."""
+
+    pattern: Any = None
 
     def __init__(self, shape: Shape, name: str) -> None:
         super().__init__(shape, name)
@@ -63,7 +68,10 @@ class LongBlock(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.pattern is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = sparse.attention(q, k, v, self.pattern, causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         found: torch.Tensor = x + self.mlp(self.ffn_norm(x))
         return found
@@ -93,7 +101,7 @@ class KeepingDecoder(Decoder):
 
 def options_of(row: str, budget: str | None) -> dict[str, Any]:
     """The plan of a row: ``unwall-CHOICE``, ``-offload`` with states on the host, ``-tiles`` in sequence tiles, ``-whole``
-    where ``"auto"`` may move whole blocks."""
+    where ``"auto"`` may move whole blocks, ``-window`` with sparse attention."""
     _, choice, *more = row.split("-")
     if choice == "default":
         return {}
@@ -112,9 +120,10 @@ def build(
     """``frozen``: the blocks have no gradients of their own, which would take the memory that their inputs leave."""
     with torch.device(device):
         model = KeepingDecoder(shape)
-    if frozen:
-        for block in model.blocks:
-            block.requires_grad_(False)
+    pattern = sparse.window(WINDOW) if "window" in row.split("-") else None
+    for block in model.blocks:
+        block.requires_grad_(not frozen)
+        block.pattern = pattern
     optimizer: torch.optim.Optimizer
     if row.startswith("plain"):
         model.to(COMPUTE_DTYPE)
@@ -162,13 +171,15 @@ def train(
 
 
 def longest(row: str, shape: Shape, start: int, most: int, card: str | None) -> dict[str, Any]:
-    """The longest sample that trains within ``card`` bytes: doubled for as long as it does, then one try in between."""
+    """The longest sample that trains within ``card`` bytes: doubled for as long as it does, then one try in between. Each that
+    trained is printed with the seconds of its step, which may include compiling."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if card and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(parse_bytes(card) / torch.cuda.mem_get_info()[1])
     model, optimizer = build(row, shape, device, STATES)
 
     def trains(seq: int) -> bool:
+        start = time.perf_counter()
         try:
             ids, labels = batch_of(shape, 1, seq, device, 0)
             model(ids, labels).backward()
@@ -180,8 +191,11 @@ def longest(row: str, shape: Shape, start: int, most: int, card: str | None) -> 
         finally:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        seconds[seq] = time.perf_counter() - start
+        print(json.dumps({"row": row, "longest": seq, "step_s": seconds[seq], "stopped": "limit"}), flush=True)
         return True
 
+    seconds: dict[int, float] = {}
     seq, begun = start, time.perf_counter()
     trains(start // 4)  # states come into being
     best = 0
@@ -190,7 +204,7 @@ def longest(row: str, shape: Shape, start: int, most: int, card: str | None) -> 
     stopped = "memory" if seq <= most and time.perf_counter() - begun < LIMIT_S / 2 else "limit"
     if stopped == "memory" and best and trains(3 * best // 2):
         best = 3 * best // 2
-    return {"row": row, "longest": best, "stopped": stopped}
+    return {"row": row, "longest": best, "step_s": seconds.get(best), "stopped": stopped}
 
 
 def _wait(device: torch.device) -> None:
@@ -202,15 +216,16 @@ def _in_process(row: str, arguments: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.activations", "--row", row, *arguments]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"row": row, "error": f"not done in {LIMIT_S:.0f} s"}
+    except subprocess.TimeoutExpired as late:
+        told = (late.stdout or b"").decode().splitlines()
+        return json.loads(told[-1]) if told else {"row": row, "error": f"not done in {LIMIT_S:.0f} s"}
     if found.returncode:
         return {"row": row, "error": (found.stderr.strip().splitlines() or ["?"])[-1][:200]}
     result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return result
 
 
-PARTS = ("default", "budget", "host", "longest")
+PARTS = ("default", "budget", "host", "longest", "window")
 
 
 def must_hold(small: bool, parts: list[str]) -> None:
@@ -233,6 +248,11 @@ def must_hold(small: bool, parts: list[str]) -> None:
         given = ["--shape", "tiny", "--longest", "64", "512"] if small else ["--shape", "1b", "--longest", "8192", "131072"]
         print(f"\nThe longest sample of {given[1]} on a card of {CARD}")
         for row in ("plain-recompute-logits", "unwall-host-offload-tiles"):
+            print(json.dumps(_in_process(row, [*given, "--card", CARD])), flush=True)
+    if "window" in parts:
+        given = ["--shape", "tiny", "--longest", "64", "512"] if small else ["--shape", "1b", "--longest", "131072", "524288"]
+        print(f"\nThe longest sample of {given[1]} on a card of {CARD}, dense and with a window of {WINDOW}")
+        for row in ("unwall-host-offload-tiles", "unwall-host-offload-tiles-window"):
             print(json.dumps(_in_process(row, [*given, "--card", CARD])), flush=True)
 
 
