@@ -223,6 +223,8 @@ class Gone(weakref.finalize):  # type: ignore[type-arg]  # generic only for type
     __slots__ = ()
 
     def gone(self, _: object = None) -> Any:
+        if getattr(self, "_shutdown", False):  # the interpreter ends, and the names of this module are gone, perhaps
+            return None
         with finalizing:
             return super().__call__(_)
 
