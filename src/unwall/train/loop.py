@@ -11,6 +11,7 @@ import torch
 from unwall.api import profile
 from unwall.shards.collectives import Ranks
 from unwall.terminal import say
+from unwall.train.again import with_room
 from unwall.train.batches import Batch, Batches
 from unwall.train.data import Data
 from unwall.train.errors import TrainError
@@ -145,7 +146,7 @@ class Loop:
         for group in self.trained.optimizer.param_groups:
             group["lr"] = rate
         with recording as recorded:
-            loss, finite = self._passes(batch, max(1, counts[1]))
+            loss, finite = with_room(lambda: self._passes(batch, max(1, counts[1])), self.trained, self.line.say)
             norm: float | None = None
             if finite:
                 norm, finite = self._update()
