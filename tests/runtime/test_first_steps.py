@@ -8,7 +8,7 @@ from counted_card import put_in
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import unwall
-from unwall.runtime import auto, census
+from unwall.runtime import auto, census, saved_on_host
 from unwall.runtime.beside import Beside
 from unwall.schedule.activations import Link
 
@@ -22,12 +22,12 @@ def no_clock(monkeypatch):
     monkeypatch.setattr(auto, "link_of", lambda _engine, flight: Link(1e9, 1 << 30, flight, whole_blocks=False))
 
 
-def peaks_of(card, vocabulary, switched, steps, **options):
+def peaks_of(card, vocabulary, switched, steps, *, layers=8, tokens=TOKENS, **options):
     """The most that was allocated in each step, and the model."""
     gc.collect()  # the model before this one
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=8, vocab_size=vocabulary)).to(torch.bfloat16).train()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=vocabulary)).to(torch.bfloat16).train()
     if switched:
         unwall.nn.use_linear_cross_entropy(model)
     unwall.shard(model, unwall.Plan(params="host", optimizer="host", **options))
@@ -38,7 +38,7 @@ def peaks_of(card, vocabulary, switched, steps, **options):
     for _ in range(steps):
         card.most_bytes = 0
         with card:
-            model(TOKENS, labels=TOKENS).loss.backward()
+            model(tokens, labels=tokens).loss.backward()
         optimizer.step()
         found.append(card.most_bytes)
     return found, model
@@ -57,6 +57,19 @@ def test_no_step_takes_more_than_the_budget(vocabulary, switched, monkeypatch):
     used = unwall.api.engine(model).activations.used
     assert set(used) != {"keep"}
     assert "keep" in used
+
+
+def test_where_inputs_do_not_fit_they_go_to_the_host_in_the_first_step(monkeypatch):
+    """Less than a step takes that recomputes everything and keeps the inputs of its blocks, which are most of it here."""
+    monkeypatch.setattr(saved_on_host, "MIN_BYTES", 1)
+    long = {"layers": 24, "tokens": torch.arange(1024).view(2, 512) % 256}
+    card = put_in(monkeypatch)
+    (recomputed,), _ = peaks_of(card, 256, False, 1, activations="recompute", device_bytes="1GiB", **long)
+    budget = int(0.8 * recomputed)
+    card.peak_bytes = 0
+    found, model = peaks_of(card, 256, False, 1, device_bytes=budget, **long)
+    assert max(found) <= budget, [each / budget for each in found]
+    assert "host" in unwall.api.engine(model).activations.used
 
 
 def test_where_there_is_room_the_first_step_keeps_everything(monkeypatch):

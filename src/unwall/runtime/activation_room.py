@@ -13,7 +13,8 @@ something is computed, what is not kept is computed again.
 [Note: the first pass]
 Nothing is known of it but what its blocks have saved so far. A block is kept where there is room for it and for the inputs of
 all blocks behind it, and for what comes then: the loss (runtime/beside.py), or the backward of a block that is recomputed,
-which needs its activations and about as much again. Of the very first block nobody knows how much it saves: that is guessed.
+which needs its activations and about as much again. Where there is not even room for those inputs its own goes to the host. Of
+the very first block nobody knows how much it saves: that is guessed.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,12 +69,13 @@ class ActivationRoom:
         others = self._card.allocated().allocated_bytes - self._ours()
         return self._total() - others - self._least - (0 if self._counted else int(self._total() * FIRST_SHARE))
 
-    def first_bytes(self, kept_bytes: Sequence[int], input_bytes: int, behind: int, beside_bytes: int) -> int:
-        """What must be left for a block to be kept. See [Note: the first pass].
+    def first_bytes(self, kept_bytes: Sequence[int], input_bytes: int, behind: int, beside_bytes: int) -> tuple[int, int]:
+        """What must be left for a block to be kept, and for its input to stay. See [Note: the first pass].
 
         ``kept_bytes``: of the blocks so far; ``behind``: how many come after it, with inputs of ``input_bytes``."""
         kept = max(kept_bytes) or GUESS * input_bytes
-        return kept + behind * input_bytes + (kept if self._counted else max(2 * kept, beside_bytes))
+        then = behind * input_bytes + (kept if self._counted else max(2 * kept, beside_bytes))
+        return kept + then, input_bytes + then
 
     def sample(self) -> None:
         """A block has ended, in a pass that is measured. What it took for itself backward takes, too: that is not noted."""

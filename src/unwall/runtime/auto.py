@@ -2,7 +2,7 @@
 
 [Note: first passes]
 In the first pass nothing is known: blocks are kept for as long as there is room for all that may come ([Note: the first pass]
-in activation_room.py), then recomputed. Where that fails for want of memory, the block that failed runs again ([Note: run
+in activation_room.py), then recomputed, from inputs on the host where those do not fit either. Where that fails for want of memory, the block that failed runs again ([Note: run
 again] in block_call.py), and the rest of the pass is recomputed. From then on the pure decision of schedule/activations.py
 counts, by what was measured. A pass with another number of tokens is decided for in proportion when its first block begins; one
 with more than ever before is measured.
@@ -30,7 +30,7 @@ from unwall.runtime.block_call import BlockCall, caches_in, given_tensors, is_fi
 from unwall.runtime.census import Census
 from unwall.runtime.counts import ActivationStats
 from unwall.runtime.engine import Engine
-from unwall.runtime.link_speed import link_of
+from unwall.runtime.link_speed import host_bytes_of, link_of
 from unwall.runtime.recompute import inside_checkpoint
 from unwall.runtime.saved_on_host import SavedOnHost
 from unwall.runtime.sequence_tiles import Tiles
@@ -145,7 +145,10 @@ class Auto:
             self._measure_next = False
         if self._observed is not None:
             self._decide(self._observed, may_move=True)
-            self._place_mover()
+            self._place_mover(any(choice in ("move", "host") for choice in self._choices))
+        else:
+            self._mover.bound(self._room.left_bytes(), host_bytes_of(engine))
+            self._place_mover(True)
 
     def _close(self, engine: Engine) -> Observed | None:
         """What the pass before has shown, if it was measured."""
@@ -193,9 +196,9 @@ class Auto:
         kept = all(choice == "keep" for choice in self._choices)
         self._plain = kept and needed <= 0.9 * room and self._census is None
 
-    def _place_mover(self) -> None:
-        """Saved tensors go through the mover only where something moves."""
-        layers, wanted = self._saved.layers, any(choice in ("move", "host") for choice in self._choices)
+    def _place_mover(self, wanted: bool) -> None:
+        """Saved tensors go through the mover only where something moves, or may."""
+        layers = self._saved.layers
         if wanted and self._mover not in layers:
             layers.append(self._mover)
         elif not wanted and self._mover in layers:
@@ -286,8 +289,9 @@ class Auto:
         self._beside_bytes = max(self._beside_bytes, self._beside.nbytes(given))
         self._input_bytes = max(self._input_bytes, given[0].nbytes if given else 0)
         behind, kept = self._count - number - 1, self._census.kept_bytes
-        needed = self._room.first_bytes(kept, self._input_bytes, behind, self._beside_bytes)
-        return "keep" if self._least(self._room.left_now_bytes() - needed) >= 0 else "recompute"
+        to_keep, to_stay = self._room.first_bytes(kept, self._input_bytes, behind, self._beside_bytes)
+        left = self._least(self._room.left_now_bytes() - to_keep) + to_keep
+        return "keep" if left >= to_keep else "recompute" if left >= to_stay else "host"
 
     def _is_filled(self, kwargs: dict[str, Any]) -> bool:
         """Whether a cache had something in it when the pass came to it."""

@@ -21,12 +21,16 @@ states on the host it is slower than recomputing: updates need the host's memory
 def link_of(engine: Engine, flight_bytes: int) -> Link:
     """The link as ``schedule/activations.py`` wants it. Takes some milliseconds."""
     speed = SHARE * _bytes_per_second(engine.device.device)
-    budget = engine.tiers.host.ledger.budget_bytes
-    spare = int(available_bytes() * HOST_SHARE / local_ranks())
-    host_bytes = spare if budget is None else min(spare, budget - engine.least_host_bytes)  # states come first
     fetched = sum(group.fetch_bytes for group in engine.groups if group.home.params != "device") / engine.ranks.size
     whole_blocks = WHOLE_BLOCKS or engine.device.device.type != "cuda"
-    return Link(speed, max(0, host_bytes), flight_bytes, 0.0, fetched / speed, whole_blocks)
+    return Link(speed, host_bytes_of(engine), flight_bytes, 0.0, fetched / speed, whole_blocks)
+
+
+def host_bytes_of(engine: Engine) -> int:
+    """What activations may take of the host. States come first."""
+    budget = engine.tiers.host.ledger.budget_bytes
+    spare = int(available_bytes() * HOST_SHARE / local_ranks())
+    return max(0, spare if budget is None else min(spare, budget - engine.least_host_bytes))
 
 
 def _bytes_per_second(device: torch.device) -> float:
