@@ -2,10 +2,10 @@
 
 [Note: first passes]
 In the first pass nothing is known: blocks are kept for as long as there is room for all that may come ([Note: the first pass]
-in activation_room.py), then recomputed, from inputs on the host where those do not fit either. Where that fails for want of memory, the block that failed runs again ([Note: run
-again] in block_call.py), and the rest of the pass is recomputed. From then on the pure decision of schedule/activations.py
-counts, by what was measured. A pass with another number of tokens is decided for in proportion when its first block begins; one
-with more than ever before is measured.
+in activation_room.py), then recomputed, from inputs on the host where those do not fit either. Where that fails for want of
+memory, the block that failed runs again ([Note: run again] in block_call.py), and the rest of the pass is recomputed. From then
+on the pure decision of schedule/activations.py counts, by what was measured. A pass with another number of tokens is decided
+for in proportion when its first block begins; one with more than ever before is measured.
 
 [Note: one decision]
 Ranks exchange what they measured at the beginning of passes with certain numbers, the same on every rank, and decide by the
@@ -130,7 +130,7 @@ class Auto:
         if engine.ranks.size > 1 and met:
             fresh = _agreed(engine, fresh or self._observed)
         for dimension in engine.others.tensor if measured or met else ():
-            fresh = _worst(dimension.ranks.every(fresh))
+            fresh = worst(dimension.ranks.every(fresh))
         if fresh is not None:
             self._observed = fresh
             self._ratio = 1.0
@@ -346,9 +346,4 @@ class Auto:
 
 def _agreed(engine: Engine, mine: Observed | None) -> Observed | None:
     engine.together("a pass that decides about activations")
-    return _worst(engine.ranks.every(mine))
-
-
-def _worst(every: list[Observed | None]) -> Observed | None:
-    known = [one for one in every if one is not None]
-    return worst(known) if known else None
+    return worst(engine.ranks.every(mine))

@@ -46,8 +46,12 @@ class Observed(NamedTuple):
         return self.blocks if ratio == 1.0 else scaled(self.blocks, ratio)
 
 
-def worst(every: Sequence[Observed]) -> Observed:
-    """What to decide by where ranks have measured different things: the most bytes, the least room, the mean of the seconds."""
+def worst(found: Sequence[Observed | None]) -> Observed | None:
+    """What to decide by where ranks have measured different things: the most bytes, the least room, the mean of the seconds.
+    None: no rank has measured anything."""
+    every = [one for one in found if one is not None]
+    if not every:
+        return None
     size = max(one.size for one in every)
     blocks = [one.scaled(size / one.size) for one in every]
     merged = tuple(

@@ -17,7 +17,6 @@ elsewhere it is known whether its thread still answers, and whether its machine 
 
 import contextlib
 import os
-import sys
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from unwall.shards import looking
 from unwall.shards.lines import ends_of, is_loopback, lines
 from unwall.shards.looking import LOOK_S
 from unwall.shards.processes import Process, look_up, machine_name
+from unwall.shards.stuck import Stuck
 from unwall.shards.uncaught import tell_uncaught
 
 ANSWER_S = 3 * LOOK_S
@@ -36,17 +36,8 @@ WAITS_S = 2.0
 """A rank that has been waiting for others for so long will not do anything else before they come."""
 CERTAIN = 4
 """After so many looks a rank that has ended is given up where only the device waits for it: all may be ending just now."""
-SAY_S = 0.1
-"""How long before that whoever waits may raise."""
 MOST_TEXT = 2000
 """Characters of an error that the other ranks are told."""
-
-
-class Stuck(Protocol):
-    """May have work on the device that will not end."""
-
-    def give_up(self) -> None:
-        """Ends it."""
 
 
 class Onlooker(Protocol):
@@ -66,10 +57,8 @@ class Watch:
         """Faults after which the ranks have met again, counted alike on every rank."""
         self.place: weakref.WeakMethod[Callable[[], str]] | None = None
         """Says where this rank is, for the others."""
-        self.stuck: weakref.WeakSet[Stuck] = weakref.WeakSet()
-        """Told when the ranks cannot go on, on the thread that looks."""
-        self._ending: list[Stuck] = []
-        """Of these, those that are still to be told. See ``_end``."""
+        self.stuck = Stuck()
+        """What the device waits in is given up when the ranks cannot go on, on the thread that looks."""
         self.onlookers: weakref.WeakSet[Onlooker] = weakref.WeakSet()
         """Asked whenever the thread looks."""
         self.lock = threading.RLock()
@@ -134,9 +123,8 @@ class Watch:
             self._set("end", text)
 
     def _end(self, text: str) -> None:
-        """From now on whoever waits raises, and the model may go before the thread has told what is stuck: then the model's
-        finalisers wait for the device, and for that. So it is held until then."""
-        self._ending += self.stuck
+        """From now on whoever waits raises."""
+        self.stuck.hold()
         self.end = self.end or text
 
     def tell_ended(self, what: str) -> None:
@@ -316,19 +304,8 @@ class Watch:
         self._dead_for = self._dead_for + 1 if self.stuck and self.dead() else 0
         if self._dead_for >= CERTAIN:
             self._end(f"rank {', '.join(map(str, self.dead()))} has ended")
-        if self.end and (self._ending or self.stuck):
-            self._say_before_the_end()
-            for stuck in {*self._ending, *self.stuck}:
-                stuck.give_up()
-            self._ending.clear()
-            self.stuck.clear()
-
-    def _say_before_the_end(self) -> None:
-        """What the device is stuck in is about to be given up. torch's watchdog takes that for a failure and may end the
-        process, before whoever waits has raised: so it is said now, and whoever does not wait for the device raises first."""
-        with contextlib.suppress(Exception):
-            print(f"unwall: rank {self._rank} gives its collectives up: {self.end}", file=sys.stderr, flush=True)
-        time.sleep(SAY_S)
+        if self.end and self.stuck:
+            self.stuck.give_up(f"unwall: rank {self._rank} gives its collectives up: {self.end}")
 
     def where(self) -> str:
         """The place of this rank."""
