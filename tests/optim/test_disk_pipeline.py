@@ -85,3 +85,22 @@ def test_an_update_ahead_of_its_step_begins_while_the_one_before_it_is_written(t
     got, speculated = trained_ahead({"params": "host", "optimizer": "disk", "disk": tmp_path})
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
     assert speculated.committed >= 3
+
+
+def test_what_was_frozen_at_shard_trains_on_disk_once_it_is_not(tmp_path):
+    """Nothing was trained when the memory was taken that updates go through."""
+
+    def thawed(plan):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(6)]).requires_grad_(False)
+        unwall.shard(model, Plan(**plan))
+        model.requires_grad_(True)
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            model(torch.full((4, 64), 0.5)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return outcome(model, optimizer)
+
+    expected, got = thawed(DEVICE), thawed({"params": "disk", "optimizer": "disk", "disk": tmp_path})
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []

@@ -343,3 +343,22 @@ def test_loading_a_fresh_state_dict_forgets_what_was_learned(make):
     first_step()
     optimizer.load_state_dict(fresh)
     assert_equal(expected, first_step())
+
+
+@pytest.mark.parametrize("make", [unwall.AdamW, lambda params, lr: unwall.wrap(torch.optim.Adam(params, lr=lr))])
+def test_states_under_other_names_are_taken_in_the_order_of_the_parameters(make):
+    """As torch does: ``torch.distributed.checkpoint.state_dict`` gives them the names of the parameters."""
+    model = NestedNet()
+    unwall.shard(model, Plan(compute_dtype=torch.float32))
+    first, second = make(model.parameters(), lr=1e-3), make(model.parameters(), lr=1e-3)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape)
+    first.step()
+    saved = first.state_dict()
+    names = dict(enumerate(reversed(range(len(saved["state"])))))
+    options = {**saved["param_groups"][0], "params": [names[number] for number in saved["param_groups"][0]["params"]]}
+    second.load_state_dict({"state": {names[key]: entry for key, entry in saved["state"].items()}, "param_groups": [options]})
+    for param in model.parameters():
+        assert torch.equal(second.states(param)["exp_avg"], first.states(param)["exp_avg"])
+    with pytest.raises(ValueError, match="has parameter other, but this optimizer has only"):
+        second.load_state_dict({"state": {"other": {}}, "param_groups": [options]})

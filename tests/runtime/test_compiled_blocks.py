@@ -73,3 +73,17 @@ def test_a_model_is_compiled_around_recomputed_blocks():
     torch._dynamo.reset()
     for param, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param.grad, other.grad)
+
+
+def test_a_layer_that_dynamo_skips_saves_its_tensors_as_they_are():
+    """Once a plain layer was compiled, Dynamo runs the forward of its class as it is, and looks at what is called below."""
+    torch._dynamo.reset()
+    plain, model = build(), build()
+    for run in (plain, model):
+        run[1][2].compile(backend="aot_eager")
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = [step(plain, reference) for _ in range(3)]
+    unwall.shard(model, unwall.Plan(compute_dtype=torch.float32, params="host", optimizer="host"))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    assert [step(model, optimizer) for _ in range(3)] == pytest.approx(expected, rel=1e-5)
+    torch._dynamo.reset()

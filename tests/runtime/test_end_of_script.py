@@ -25,3 +25,13 @@ def test_a_script_ends_without_a_word(tier, tmp_path):
     )
     assert (done.stdout, done.stderr) == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_training_after_the_end_of_the_script_is_refused_in_words(tier, tmp_path):
+    """A function of ``atexit``: the threads of the process are gone by then."""
+    late = "import atexit\natexit.register(lambda: (model(torch.randn(2, 64)).sum().backward(), optimizer.step()))\n"
+    command = [sys.executable, "-c", SCRIPT + late, tier, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    assert "RuntimeError: the script has ended" in done.stderr
+    assert list(tmp_path.iterdir()) == []

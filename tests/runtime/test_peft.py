@@ -80,6 +80,23 @@ def test_merging_gives_what_it_gives_plainly(ranks, kind, world):
         torch.testing.assert_close(plain(input_ids=IDS).logits.detach(), before, **close)
 
 
+def saved_tokens(folder):
+    model = peft.get_peft_model(llama(), peft.LoraConfig(trainable_token_indices=[3, 5], **LORA))
+    shard(model, "host", torch.float32)
+    optimizer = unwall.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    model.save_pretrained(folder)
+    return model(input_ids=IDS).logits.detach()
+
+
+def test_trained_tokens_are_saved_on_several_ranks(ranks, tmp_path):
+    """PEFT looks them up by name on every rank."""
+    expected = ranks(2).run(saved_tokens, tmp_path)[0]
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path)
+    torch.testing.assert_close(again(input_ids=IDS).logits.detach(), expected)
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_accelerate_loads_a_checkpoint(tier, tmp_path):
     source = llama()

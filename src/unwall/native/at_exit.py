@@ -11,6 +11,12 @@ import os
 import weakref
 from typing import Protocol
 
+ENDED = (
+    "the script has ended, and with it the threads that copy and update: use the model before, not in a function of atexit nor "
+    "in a thread that outlives the script"
+)
+"""What else Python says is "cannot schedule new futures after shutdown"."""
+
 
 class Ends(Protocol):
     """Has native threads."""

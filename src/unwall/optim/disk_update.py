@@ -110,7 +110,7 @@ class DiskUpdate:
         self._landing = landing
         self._factor = factor
         self._again = again
-        self._places = _places(parts, tiers.chunk_elements)
+        self._places, self._slot_bytes = _places(parts, tiers.chunk_elements)
         self._todo: deque[_Chunk] = deque()
         for start in range(0, numel, tiers.chunk_elements):
             end = min(numel, start + tiers.chunk_elements)
@@ -125,6 +125,8 @@ class DiskUpdate:
         anyone still wants it."""
         if self._landing is not None:
             self._landing.wait()
+        if self._slot_bytes > self._ring.slot_bytes:  # shard saw nothing trained on disk: what was frozen is trained since
+            self._ring.resize(self._slot_bytes)
         scale = self._factor.get()
         under_way: deque[_Chunk] = deque()
         failure: Exception | None = None
@@ -266,13 +268,13 @@ class DiskUpdate:
         return Span.of(views, run.key)
 
 
-def _places(parts: StateParts, elements: int) -> dict[StateKey, int]:
-    """Where in a slot each state lies."""
+def _places(parts: StateParts, elements: int) -> tuple[dict[StateKey, int], int]:
+    """Where in a slot each state lies, and what they take together."""
     found, offset = {}, 0
     for key, part in parts.read.items():
         found[key] = offset
         offset += align_up(elements * part.dtype.itemsize)
-    return found
+    return found, offset
 
 
 def _outcome(ticket: NativeTicket) -> Exception | None:

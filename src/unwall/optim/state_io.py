@@ -79,7 +79,9 @@ def from_rank_0(optimizer: ShardedOptimizer, state_dict: dict[str, Any]) -> dict
     engines = optimizer.engines()
     with engines[0].executor.prepared("load_state_dict of the optimizer") if engines else nullcontext():
         check_options(optimizer.param_groups, optimizer.defaults, state_dict)
-    states: dict[int, dict[str, Any]] = state_dict["state"]
+    keys = (key for group in state_dict["param_groups"] for key in group["params"])
+    numbers = {key: number for number, key in enumerate(keys)}  # as in torch their order counts, whatever they are called
+    states: dict[int, dict[str, Any]] = {numbers.get(key, key): entry for key, entry in state_dict["state"].items()}
     for ranks in same_model(engines[0].ranks, engines[0].others) if engines else ():
         states = _broadcast(ranks, states, engines[0].device.device)
     return states
@@ -115,7 +117,7 @@ def check_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, Any]],
 
     ``strict``: a state of the rule that is missing is an error."""
     params = list(optimizer._params())
-    unknown = sorted(number for number in states if number not in range(len(params)))
+    unknown = sorted((number for number in states if number not in range(len(params))), key=str)
     if unknown:
         raise ValueError(f"the optimizer state has parameter {unknown[0]}, but this optimizer has only {len(params)}")
     for _, group, members in _by_group(optimizer):

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unwall.native.at_exit import ENDED
 from unwall.native.ticket import NativeTicket
 from unwall.runtime.failures import FailureDomain
 from unwall.tiers.ticket import Ticket, result_of
@@ -178,7 +179,10 @@ class _Queue:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="unwall finish")
 
     def submit(self, update: HostUpdate) -> "Future[_Begun | None]":
-        return self._thread.submit(self._run, weakref.ref(update), [update.run], update.domain, update.again)
+        try:
+            return self._thread.submit(self._run, weakref.ref(update), [update.run], update.domain, update.again)
+        except RuntimeError as error:
+            raise RuntimeError(ENDED) from error
 
     def _run(self, update: "weakref.ref[Ticket]", work: list[Work], domain: FailureDomain, again: bool) -> _Begun | None:
         """``work`` is taken out of its list: once its end is told, nothing on this thread holds the model any more."""

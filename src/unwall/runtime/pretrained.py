@@ -22,6 +22,10 @@ def _save(engine: Engine, module: nn.Module, directory: Any, *args: Any, **optio
     state_dict = options.pop("state_dict", None)
     state_dict = module.state_dict() if state_dict is None else state_dict
     given = {name: dtypes_of(engine, param)[0] for name, param in _sharded(engine, module)}
+    if engine.ranks.rank and getattr(module, "peft_config", None):
+        # PEFT looks up what it saves on every rank, though rank 0 alone writes it.
+        shapes = ((name, param.shape) for name, param in _sharded(engine, module))
+        state_dict = {name: torch.empty((), dtype=given[name]).expand(shape) for name, shape in shapes} | state_dict
     cast: dict[int, torch.Tensor] = {}
     for name, value in state_dict.items():
         if name in given and value.dtype is not given[name]:

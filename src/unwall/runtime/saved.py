@@ -18,6 +18,7 @@ for one is another that its garbage collector counts, and looks at: an activatio
 only where that was not 0.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -304,6 +305,19 @@ def _top() -> Any:
     while (owner := _owner(top := default_hooks.top())) is not None and owner.is_over():
         default_hooks.pop()
     return top
+
+
+def _run_as_they_are(*functions: Callable[..., Any]) -> None:
+    """Dynamo runs them, and all that they call, instead of tracing them: it looks at each frame below one that it skips, and
+    what it makes of a tensor has another version than the tensor. Costs nothing where nothing is compiled."""
+    with contextlib.suppress(AttributeError):  # private to torch: a version without it traces them, as before
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+        for function in functions:
+            dynamo.set_code_exec_strategy(function.__code__, skip)
+
+
+_run_as_they_are(Pair.pack, Pair.unpack)
 
 
 def _owner(top: Any) -> Pair | None:

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
+from unwall.native.at_exit import ENDED
 from unwall.tiers.block import Region
 from unwall.tiers.host import HostBlock
 from unwall.tiers.ring import BounceRing
@@ -38,7 +39,10 @@ class Stager:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"unwall {name}")
 
     def copy(self, source: Region, target: Region, hop: Hop) -> Ticket:
-        return FutureTicket(self._thread.submit(self._run, source, target, hop))
+        try:
+            return FutureTicket(self._thread.submit(self._run, source, target, hop))
+        except RuntimeError as error:
+            raise RuntimeError(ENDED) from error
 
     def close(self) -> None:
         """Finishes what was submitted, stops the thread and frees the ring."""
