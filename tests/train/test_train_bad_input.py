@@ -195,6 +195,27 @@ def test_sigterm_before_the_first_step_is_said(place, monkeypatch):
     assert result.stderr.strip() == "unwall: SIGTERM; what was saved last stays, and the same command goes on from there"
 
 
+@pytest.mark.parametrize("becomes", ["an error", "nothing"])
+def test_ctrl_c_ends_the_command_whatever_an_import_makes_of_it(place, monkeypatch, becomes):
+    def imports(*_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if becomes == "an error":
+                raise ImportError("a module is half there") from None
+        return tokenizer(*_)
+
+    tokenizer = command.load_tokenizer
+    monkeypatch.setattr(command, "load_tokenizer", imports)
+    paths = {"model": "model", "data": "data.jsonl", "out": f"out-{len(becomes)}", "plan": "plan.toml"}
+    given = [str(part) for name, file in paths.items() for part in (f"--{name}", place / file)]
+    result = CliRunner().invoke(app, ["train", "--seq", "64", *given])
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "unwall: interrupted; what was saved last stays, and the same command goes on from there"
+    assert "is saved" not in result.stdout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_two_launchers(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

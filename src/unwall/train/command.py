@@ -35,7 +35,7 @@ from unwall.train.order import Order
 from unwall.train.planning import Decision, decide, sequences_per_rank
 from unwall.train.result import write_result
 from unwall.train.saving import AdapterSaver, FullSaver, has_checkpoint
-from unwall.train.signals import StopRequests, ended_by
+from unwall.train.signals import StopRequests, TerminatedError, ended_by
 from unwall.train.start import Start, without_collector
 from unwall.train.tokens import Encoder, load_tokenizer
 from unwall.train.world import ToldElsewhereError, join_world, leave_world, one_voice, size_of_world, together
@@ -228,6 +228,8 @@ class _Run:
                     self.bound_s, trace, stop, self.start,
                 )  # fmt: skip
                 asked = loop.run()
+                if asked is not None and not loop.progress.step:
+                    raise TerminatedError if asked == "SIGTERM" else KeyboardInterrupt  # nothing is done, nothing is saved
                 if asked is None:
                     write_result(options, trained, self.tokenizer, ranks)
         finally:
