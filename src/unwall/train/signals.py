@@ -28,11 +28,10 @@ def ending(*numbers: signal.Signals) -> Iterator[None]:
     """Inside, these signals raise KeyboardInterrupt, and that is what it ends with, whatever other code makes of it: an import
     that is left half way fails in its own words, or goes on as if nothing were missing."""
     global _raised
-    free = (signal.SIG_DFL, signal.default_int_handler)
     here = numbers if current_thread() is main_thread() else ()
-    before = {number: found for number in here if (found := signal.getsignal(number)) in free}
-    for number in before:
-        signal.signal(number, _raise)
+    before = {
+        number: signal.signal(number, _raise) for number in here if signal.getsignal(number) not in (None, signal.SIG_IGN)
+    }
     try:
         yield
         if _raised is not None:
