@@ -111,6 +111,13 @@ def test_a_run_goes_on_with_its_paths_written_otherwise(place, capsys, monkeypat
     assert len(losses(place / "elsewhere")) == 2
 
 
+def test_samples_to_evaluate_on_that_cannot_be_read_are_named_once(place, capsys):
+    (place / "broken.jsonl").write_text('{"text": "the tier waits"}\nno sample\n')
+    train_here(**options(place, "broken", steps=2, eval_data=place / "broken.jsonl", eval_every=1))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(": is not JSON")[0] for line in said] == [f"unwall: skipped: {place / 'broken.jsonl'}:2"]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_two_ranks_have_the_losses_of_one(place, undisturbed, ranks, kind):
     ranks(2).run(train_here, **options(place, f"two-{kind}", "disk", kind, accumulate=2, eval_data=place / "data.jsonl"))
