@@ -109,6 +109,8 @@ def test_a_run_goes_on_with_its_paths_written_otherwise(place, capsys, monkeypat
     train_here(**options(place, "elsewhere", steps=2) | otherwise)
     assert "goes on with --steps 2 (was 1)\n" in capsys.readouterr().out
     assert len(losses(place / "elsewhere")) == 2
+    train_here(**options(place, "elsewhere", steps=1) | otherwise)
+    assert json.loads((place / "elsewhere" / "run.json").read_text())["steps"] == 2  # as many as were done
 
 
 def test_samples_to_evaluate_on_that_cannot_be_read_are_named_once(place, capsys):

@@ -56,9 +56,9 @@ def train(options: Options, progress: Told | None = None, imported_s: float = 0.
     try:
         start.lap("imports")
         asked = _train(options, folder, progress, start)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
-            folder.fail()
+            folder.fail("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     finally:
         folder.release()
@@ -156,7 +156,7 @@ class _Run:
             if self.folder.began_before and not done.step:
                 line.say(f"{self.folder.path} holds no checkpoint of what was done before: begins again with step 1")
             if decision is not None:
-                self._write_run(decision, trained, data, steps)
+                self._write_run(decision, trained, data, max(steps, done.step))
             return self._loop(data, order, tested, trained, saver, done, line, steps, limit)
         finally:
             line.close()

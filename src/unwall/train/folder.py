@@ -97,10 +97,10 @@ class RunFolder:
             os.fsync(file.fileno())  # a power cut leaves the old one or the new one
         partial.replace(self.path / "run.json")
 
-    def fail(self) -> None:
-        """Notes that this run failed. A start that was refused leaves what an earlier one wrote as it is."""
+    def fail(self, status: str) -> None:
+        """Notes that this run came to no end. A start that was refused leaves what an earlier one wrote as it is."""
         if self._begun:
-            self.write(status="failed")
+            self.write(status=status)
 
     def begin(self, options: Options, **fields: Any) -> None:
         """What is known before the first step."""
