@@ -1,7 +1,10 @@
 """The ``unwall`` command."""
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from unwall._version import __version__
 from unwall.terminal import console, open_streams, progress, said_plainly
-from unwall.train.signals import ended_by, terminating
+from unwall.train.signals import ended_by, ending, terminating
 from unwall.train.start import process_age_s, without_collector
 
 _FIRST = ("train", "plan", "report", "export", "inspect", "probe", "demo")
@@ -24,6 +27,13 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(add_completion=False, cls=_Commands)
+
+
+@contextmanager
+def _command() -> Iterator[None]:
+    """What a command does: its errors are said plainly, and Ctrl-C ends it also while torch is imported."""
+    with said_plainly(), ending(signal.SIGINT):
+        yield
 
 
 def _show_version(asked: bool) -> None:
@@ -51,8 +61,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="The directory for the log and the report.")] = Path("unwall-demo"),
 ) -> None:
     """Train a byte-level language model on unwall's own source files, far beyond its budgets, with plain PyTorch beside it."""
-    with said_plainly():
-        with without_collector():
+    with _command():
+        with without_collector(), ending(signal.SIGINT):
             from unwall.demo import run  # torch is only imported when something is trained
 
         run(steps, out)
@@ -64,7 +74,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in the directory.")] = None,
 ) -> None:
     """Write one HTML page about a run: loss, speed, memory per tier, the time line of a step, the plan against it."""
-    with said_plainly():
+    with _command():
         from unwall.report.page import write_report
 
         typer.echo(str(write_report(run_dir, out)))
@@ -77,7 +87,7 @@ def probe(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure this machine: links, host memory, disk, matrix products. Takes a few seconds, once."""
-    with said_plainly():
+    with _command():
         from unwall.planner.probe import probe as measure
         from unwall.planner.report import hardware_table
 
@@ -120,7 +130,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Choose stage, tiers and passes for a model on a machine, and predict bytes and speed."""
-    with said_plainly():
+    with _command():
         _plan(
             model, gpus=gpus, nodes=nodes, hardware=hardware, batch=batch, seq=seq, device_bytes=device_bytes,
             host_bytes=host_bytes, disk_bytes=disk_bytes, disk=disk, dtype=dtype, clip=clip, objective=objective, vocab=vocab,
@@ -137,7 +147,7 @@ def _plan(
         raise ValueError(f"--plot writes an .svg file, got {plot.name!r}")
     if plot is not None and (plot.is_dir() or not plot.parent.is_dir()):
         raise ValueError(f"--plot {plot}: {'is a directory' if plot.is_dir() else 'no such directory'}; give a file in one")
-    with without_collector():
+    with without_collector(), ending(signal.SIGINT):
         from unwall.planner.choose import check_objective
         from unwall.planner.public import kept_of, machine_of
         from unwall.planner.public import plan as choose
@@ -223,7 +233,7 @@ def train(
         try:
             with terminating():
                 code = _train(nproc, given)
-        except KeyboardInterrupt as error:  # while torch is imported
+        except KeyboardInterrupt as error:  # before the first step
             code = ended_by(error)
     if code:
         raise typer.Exit(code=code)
@@ -241,7 +251,7 @@ def _train(nproc: int | None, given: dict[str, Any]) -> int:
         return launch(nproc, sys.argv[1:])
     try:
         begin_ahead(options)
-        with without_collector():
+        with without_collector(), terminating():
             from unwall.train.command import run
         with progress() as told:
             return run(options, told, process_age_s())
@@ -259,7 +269,7 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="The largest file, such as 5GB.")] = "5GB",
 ) -> None:
     """Write a checkpoint's weights as a directory that transformers loads. Needs no accelerator and little memory."""
-    with said_plainly():
+    with _command():
         from unwall.checkpoint.offline import export_checkpoint
         from unwall.planner.read import read_dtype
 
@@ -274,7 +284,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what is in a checkpoint: step, tensors, bytes per file, the plan it was written with."""
-    with said_plainly():
+    with _command():
         from unwall.checkpoint.inspection import inspect_checkpoint, tables
 
         found = inspect_checkpoint(_of_run(checkpoint), verify)

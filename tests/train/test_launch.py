@@ -32,3 +32,13 @@ def test_the_port_of_a_run_is_taken_before_its_ranks_listen(tmp_path, monkeypatc
     assert launch.launch(2, []) == 0
     for rank in range(2):
         assert json.loads((tmp_path / f"said-{rank}.json").read_text()) == [rank, 2, True, [10, 11], False]
+
+
+def test_a_process_that_was_killed_is_named(tmp_path, monkeypatch, capfd):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ntest "$RANK" = 1 && kill -KILL $$\nexit 0\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(launch.sys, "executable", str(python))
+    assert launch.launch(2, []) == 128 + 9
+    said = "unwall: rank 1 was ended by SIGKILL, as the kernel does when memory runs out"
+    assert capfd.readouterr().err.startswith(said)

@@ -3,15 +3,14 @@
 import importlib.util
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from unwall.terminal import open_streams, say
+from unwall.train.data import name_broken
 from unwall.train.errors import TrainError
 from unwall.train.live import LiveLine
 from unwall.train.log import Log, check_tensorboard
-from unwall.train.loop import Loop
 
 
 def line(step):
@@ -44,7 +43,7 @@ def test_lines_that_nobody_reads_do_not_end_the_run(name, monkeypatch):
         if name == "stdout":
             say("goes on with --lr 0.1")
         else:
-            Loop._name_broken(SimpleNamespace(), SimpleNamespace(broken={0: "data.jsonl:1: no text"}))
+            name_broken({0: "data.jsonl:1: no text"})
         print("and more", file=out, flush=True)
 
 

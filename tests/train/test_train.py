@@ -99,6 +99,27 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(place, capsys):
     assert "holds no checkpoint of what was done before: begins again with step 1\n" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_its_paths_written_otherwise(place, capsys, monkeypatch):
+    given = {"model": place / "llama", "data": place / "data.jsonl", "eval_data": place / "data.jsonl"}
+    train_here(**options(place, "elsewhere", steps=1) | given)
+    monkeypatch.chdir(place)
+    otherwise = {"model": "llama/", "data": "./data.jsonl", "eval_data": "data.jsonl"}
+    train_here(**options(place, "elsewhere", steps=1) | otherwise)
+    assert capsys.readouterr().out.endswith("is finished: nothing to do\n")
+    train_here(**options(place, "elsewhere", steps=2) | otherwise)
+    assert "goes on with --steps 2 (was 1)\n" in capsys.readouterr().out
+    assert len(losses(place / "elsewhere")) == 2
+    train_here(**options(place, "elsewhere", steps=1) | otherwise)
+    assert json.loads((place / "elsewhere" / "run.json").read_text())["steps"] == 2  # as many as were done
+
+
+def test_samples_to_evaluate_on_that_cannot_be_read_are_named_once(place, capsys):
+    (place / "broken.jsonl").write_text('{"text": "the tier waits"}\nno sample\n')
+    train_here(**options(place, "broken", steps=2, eval_data=place / "broken.jsonl", eval_every=1))
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(": is not JSON")[0] for line in said] == [f"unwall: skipped: {place / 'broken.jsonl'}:2"]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_two_ranks_have_the_losses_of_one(place, undisturbed, ranks, kind):
     ranks(2).run(train_here, **options(place, f"two-{kind}", "disk", kind, accumulate=2, eval_data=place / "data.jsonl"))

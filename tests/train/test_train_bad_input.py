@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 import signal
 from types import SimpleNamespace
@@ -195,6 +196,29 @@ def test_sigterm_before_the_first_step_is_said(place, monkeypatch):
     assert result.stderr.strip() == "unwall: SIGTERM; what was saved last stays, and the same command goes on from there"
 
 
+@pytest.mark.parametrize("becomes", ["an error", "nothing"])
+def test_ctrl_c_ends_the_command_whatever_an_import_makes_of_it(place, monkeypatch, becomes):
+    def imports(*_):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if becomes == "an error":
+                raise ImportError("a module is half there") from None
+        return tokenizer(*_)
+
+    tokenizer, before = command.load_tokenizer, signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(command, "load_tokenizer", imports)
+    paths = {"model": "model", "data": "data.jsonl", "out": f"out-{len(becomes)}", "plan": "plan.toml"}
+    given = [str(part) for name, file in paths.items() for part in (f"--{name}", place / file)]
+    result = CliRunner().invoke(app, ["train", "--seq", "64", *given])
+    assert result.exit_code == 130
+    assert result.stderr.strip() == "unwall: interrupted; what was saved last stays, and the same command goes on from there"
+    assert "is saved" not in result.stdout
+    if becomes == "nothing":  # it came to the first step
+        assert json.loads((place / "out-7" / "run.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 def test_two_launchers(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -219,9 +243,24 @@ def test_a_plan_file(tmp_path):
 
 
 def test_a_plan_file_that_says_nonsense_is_named(place):
-    for content, expected in [("passes = 'two'", "passes is a whole number above 0"), ("params = 'moon'", "params is one of")]:
+    for content, expected in [
+        ("passes = 'two'", "passes is a whole number above 0"),
+        ("params = 'moon'", "params is one of"),
+        ("disk = 5", "disk is a directory, or a tuple of several, got 5"),
+        ("disk = []\nparams = 'disk'", "a state is placed on disk, but no directory is given"),
+        ("disk = 'nowhere'", "disk nowhere: no such directory; make it"),
+    ]:
         (place / "odd.toml").write_text(content)
         assert f"--plan {place / 'odd.toml'}: {expected}" in said(place, plan=place / "odd.toml", out=place / "out-odd")
+
+
+def test_a_plan_whose_device_is_filled_by_activations_says_so(place):
+    (place / "small.toml").write_text('device_bytes = "20KiB"')
+    paths = {"model": place / "model", "data": place / "data.jsonl", "out": place / "out-small", "plan": place / "small.toml"}
+    given = [str(part) for name, file in paths.items() for part in (f"--{name}", file)]
+    result = CliRunner().invoke(app, ["train", "--steps", "1", "--seq", "32", "--batch", "1", *given])
+    assert re.search(r"no prediction: activations are estimated at [\d.]+ KiB of the device's 20.0 KiB; it may", result.stdout)
+    assert "the plan does not fit" in result.stderr
 
 
 @pytest.mark.drill

@@ -108,7 +108,8 @@ class Hardware:
         """The same machine, another number of it, or fewer of its devices in use."""
         used = self.devices_per_node if devices_per_node is None else devices_per_node
         if used > self.devices_per_node:
-            raise HardwareError(f"{self.name}: a node has {self.devices_per_node} devices, asked for {used}")
+            has = f"{self.devices_per_node} device{'s' * (self.devices_per_node != 1)}"
+            raise HardwareError(f"{self.name}: a node has {has}, asked for {used}; name the machine that is meant (--hardware)")
         return dataclasses.replace(self, nodes=nodes, devices_per_node=used)
 
     def flops_per_s(self, dtype: str) -> float:

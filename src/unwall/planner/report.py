@@ -174,14 +174,15 @@ def _flops(rate: float) -> str:
 
 def dry_run_table(found: DryRun) -> Table:
     """What the dry run agreed on."""
-    title = f"dry run: {found.params:,} parameters in {found.groups} groups on {found.ranks} ranks, {found.seconds:.1f} s"
+    ranks = f"{found.ranks} rank{'s' * (found.ranks != 1)}"
+    title = f"dry run: {found.params:,} parameters in {found.groups} groups on {ranks}, {found.seconds:.1f} s"
     table = Table("a rank holds (parameters, master, moments)", title=title, title_justify="left")
     table.add_column("bytes", justify="right")
     for tier, nbytes in found.bytes_held.items():
         if nbytes:
             table.add_row(f"{tier}, by its account", format_bytes(nbytes))
     table.add_row("by the formula, without padding", format_bytes(int(found.formula_bytes)))
-    table.add_row("ranks that were sharded", ", ".join(map(str, found.tried)))
+    table.add_row("numbers of the ranks that were sharded", ", ".join(map(str, found.tried)))
     return table
 
 

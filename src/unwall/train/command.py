@@ -35,7 +35,7 @@ from unwall.train.order import Order
 from unwall.train.planning import Decision, decide, sequences_per_rank
 from unwall.train.result import write_result
 from unwall.train.saving import AdapterSaver, FullSaver, has_checkpoint
-from unwall.train.signals import StopRequests, ended_by
+from unwall.train.signals import StopRequests, TerminatedError, ended_by
 from unwall.train.start import Start, without_collector
 from unwall.train.tokens import Encoder, load_tokenizer
 from unwall.train.world import ToldElsewhereError, join_world, leave_world, one_voice, size_of_world, together
@@ -56,9 +56,9 @@ def train(options: Options, progress: Told | None = None, imported_s: float = 0.
     try:
         start.lap("imports")
         asked = _train(options, folder, progress, start)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
-            folder.fail()
+            folder.fail("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         raise
     finally:
         folder.release()
@@ -156,7 +156,7 @@ class _Run:
             if self.folder.began_before and not done.step:
                 line.say(f"{self.folder.path} holds no checkpoint of what was done before: begins again with step 1")
             if decision is not None:
-                self._write_run(decision, trained, data, steps)
+                self._write_run(decision, trained, data, max(steps, done.step))
             return self._loop(data, order, tested, trained, saver, done, line, steps, limit)
         finally:
             line.close()
@@ -228,6 +228,8 @@ class _Run:
                     self.bound_s, trace, stop, self.start,
                 )  # fmt: skip
                 asked = loop.run()
+                if asked is not None and not loop.progress.step:
+                    raise TerminatedError if asked == "SIGTERM" else KeyboardInterrupt  # nothing is done, nothing is saved
                 if asked is None:
                     write_result(options, trained, self.tokenizer, ranks)
         finally:

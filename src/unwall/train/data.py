@@ -6,10 +6,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from unwall.terminal import say
 from unwall.train.errors import TrainError
 from unwall.train.files import BrokenSampleError, Rows, open_rows
 from unwall.train.order import Order
 from unwall.train.tokens import Document, Encoder
+
+NAMED_SAMPLES = 10
+"""Skipped samples that are named; the others are only counted."""
 
 
 class Data:
@@ -81,6 +85,14 @@ def _check_answer(document: Document | None, length: int | None) -> None:
         return
     begins = document.answers.index(True, 1)
     raise BrokenSampleError(f"its answer begins behind {begins} tokens, a sequence ends at {length}: use a longer --seq")
+
+
+def name_broken(broken: dict[int, str]) -> None:
+    """This rank's. They go to the standard error output, so that they can be kept."""
+    for said in list(broken.values())[:NAMED_SAMPLES]:
+        say(f"unwall: skipped: {said}", error=True)
+    if len(broken) > NAMED_SAMPLES:
+        say(f"unwall: skipped: {len(broken) - NAMED_SAMPLES} more", error=True)
 
 
 def _size(path: Path) -> int:

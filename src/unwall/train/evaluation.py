@@ -8,7 +8,7 @@ import torch
 
 from unwall.shards.collectives import Ranks
 from unwall.train.batches import Packer, my_lanes
-from unwall.train.data import Data
+from unwall.train.data import Data, name_broken
 from unwall.train.model import Trained
 from unwall.train.packing import to_tensors
 
@@ -20,6 +20,8 @@ class Evaluation:
         self._alone = alone
         self._data, self._length, self._pad, self._ranks = data, length, pad, ranks
         self._lanes, self._passes = lanes, passes
+        self._named = False
+        """Whether samples that are skipped were named: once is enough."""
 
     def run(self, trained: Trained, step: int) -> dict[str, Any]:
         """A line of the log. All ranks call it together."""
@@ -29,11 +31,13 @@ class Evaluation:
         lanes = my_lanes(self._lanes, self._ranks.rank, self._ranks.size, None, self._data.size, self._alone)
         packer = Packer(self._data, order, lanes, self._length, self._pad)
         total, count = 0.0, 0
+        broken: dict[int, str] = {}
         trained.model.eval()
         try:
             with torch.no_grad():
                 while True:
                     batch = packer.step()
+                    broken |= batch.broken
                     if not any(self._ranks.every(batch.tokens)):
                         break
                     each = len(batch.sequences) // self._passes
@@ -45,6 +49,9 @@ class Evaluation:
                         count += mine
         finally:
             trained.model.train()
+        if not self._named:
+            self._named = True
+            name_broken(broken)
         told = self._ranks.every((total, count))
         tokens = sum(each for _, each in told)
         mean = sum(each for each, _ in told) / tokens if tokens else float("nan")

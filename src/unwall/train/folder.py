@@ -97,10 +97,10 @@ class RunFolder:
             os.fsync(file.fileno())  # a power cut leaves the old one or the new one
         partial.replace(self.path / "run.json")
 
-    def fail(self) -> None:
-        """Notes that this run failed. A start that was refused leaves what an earlier one wrote as it is."""
+    def fail(self, status: str) -> None:
+        """Notes that this run came to no end. A start that was refused leaves what an earlier one wrote as it is."""
         if self._begun:
-            self.write(status="failed")
+            self.write(status=status)
 
     def begin(self, options: Options, **fields: Any) -> None:
         """What is known before the first step."""
@@ -113,12 +113,18 @@ class RunFolder:
         """TrainError where the data changed since the last start: positions in it would mean other samples."""
         path = self.path / "run.json"
         before = read_json(path, TrainError).get("data") if path.is_file() else None
-        if before is not None and before != data:
-            other = next((old["path"] for old, new in zip(before, data, strict=False) if old != new), "the list of files")
+        if before is not None and _placed(before) != _placed(data):
+            pairs = zip(before, _placed(before), _placed(data), strict=False)
+            other = next((old["path"] for old, was, now in pairs if was != now), "the list of files")
             raise TrainError(
                 f"--data: {other} changed since this run began, so it cannot go on at the same sample; restore it, or start "
                 "again with another --out"
             )
+
+
+def _placed(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Files by where they are, however their paths are written."""
+    return [file | {"path": os.path.abspath(file["path"])} for file in data]
 
 
 def _flag(name: str) -> str:

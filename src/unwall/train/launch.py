@@ -9,6 +9,7 @@ import sys
 import time
 from types import FrameType
 
+from unwall.terminal import say
 from unwall.train.errors import TrainError
 
 GRACE_S, END_S = 3.0, 30.0
@@ -67,6 +68,7 @@ def _start(rank: int, nproc: int, listener: socket.socket, arguments: list[str])
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # where a rank is gone torch prints pages of its own frames
     parent = os.getpid()
 
     def follow_parent() -> None:
@@ -86,6 +88,7 @@ def _wait(children: "list[subprocess.Popen[bytes]]") -> int:
         codes = [child.poll() for child in children]
         bad = next((code for code in codes if code), None)
         if bad is not None and not status:
+            _say_killed(codes.index(bad), -bad)
             status = bad if bad > 0 else 128 - bad
             failed = time.monotonic()
         if all(code is not None for code in codes):
@@ -97,6 +100,15 @@ def _wait(children: "list[subprocess.Popen[bytes]]") -> int:
                     if child.poll() is None:
                         child.send_signal(number)
         time.sleep(_POLL_S)
+
+
+def _say_killed(rank: int, number: int) -> None:
+    """Of a process that was ended from outside, or crashed, nobody else would say so."""
+    if number <= 0 or number in (signal.SIGTERM, signal.SIGINT):
+        return
+    why = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
+    name = signal.Signals(number).name
+    say(f"unwall: rank {rank} was ended by {name}{why}; the same command goes on from what was saved last", error=True)
 
 
 def spread(arguments: list[str], options: tuple[str, ...]) -> list[str]:

@@ -10,10 +10,9 @@ import torch
 
 from unwall.api import profile
 from unwall.shards.collectives import Ranks
-from unwall.terminal import say
 from unwall.train.again import with_room
 from unwall.train.batches import Batch, Batches
-from unwall.train.data import Data
+from unwall.train.data import Data, name_broken
 from unwall.train.errors import TrainError
 from unwall.train.evaluation import Evaluation
 from unwall.train.live import LiveLine
@@ -32,8 +31,6 @@ from unwall.train.world import ToldElsewhereError
 
 PROFILED_STEP = 3
 """Counted from the start of the command: the first ones learn the order of use."""
-NAMED_SAMPLES = 10
-"""Skipped samples that are named; the others are only counted."""
 
 
 @dataclass
@@ -136,7 +133,7 @@ class Loop:
         assert batch is not None
         asked = next((name for _, name in told if name is not None), None)
         if asked is None:
-            self._name_broken(batch)
+            name_broken(batch.broken)
             self.progress.skipped += sum(theirs[2] for theirs, _ in told)
         return batch, (sum(theirs[0] for theirs, _ in told), sum(theirs[1] for theirs, _ in told)), asked
 
@@ -234,13 +231,6 @@ class Loop:
         if self.log is not None:
             self.log.add(line)
         self.line.show(line)
-
-    def _name_broken(self, batch: Batch) -> None:
-        """This rank's. They go to the standard error output, so that they can be kept."""
-        for said in list(batch.broken.values())[:NAMED_SAMPLES]:
-            say(f"unwall: skipped: {said}", error=True)
-        if len(batch.broken) > NAMED_SAMPLES:
-            say(f"unwall: skipped: {len(batch.broken) - NAMED_SAMPLES} more", error=True)
 
 
 def raise_on_first(ranks: Ranks, message: str) -> None:

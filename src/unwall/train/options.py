@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ IDENTITY = ("model", "data", "tokenizer", "seq", "batch", "seed", "lora", "lora_
 """A run that differs in one of these is another run: it needs another ``--out``."""
 FREE = ("nproc", "verbose", "tensorboard", "plan", "device_bytes", "host_bytes", "disk", "keep", "save_every", "out")
 """What may change from one start to the next without being worth a word."""
+
+
+PATHS = ("model", "data", "tokenizer", "eval_data")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,4 +179,15 @@ class Options:
     def differences(self, before: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What another start was asked for, and this one: where they differ."""
         now = self.to_dict()
-        return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
+        return {
+            name: (before[name], value)
+            for name, value in now.items()
+            if name in before and before[name] != value and not (name in PATHS and _meant(before[name]) == _meant(value))
+        }
+
+
+def _meant(value: Any) -> Any:
+    """A path may be written in several ways: ``llama``, ``./llama/``."""
+    if isinstance(value, list):
+        return [_meant(path) for path in value]
+    return os.path.abspath(value) if isinstance(value, str) else value

@@ -23,6 +23,7 @@ from unwall.planner.traffic import with_nodes
 from unwall.planner.words import count
 from unwall.plans import Plan, PlanError
 from unwall.tiers.ledger import BudgetError, TierName
+from unwall.tiers.sizes import format_bytes
 from unwall.train.errors import TrainError
 from unwall.train.measuring import outwait_measuring
 from unwall.train.options import Options
@@ -69,18 +70,10 @@ def decide(options: Options, outline: Outline, progress: Progress | None = None,
     _, ranks, local = size_of_world()
     per_rank = sequences_per_rank(options, ranks)
     if options.plan != "auto":
-        fields = read_plan(Path(options.plan))
-        for name in ("device_bytes", "host_bytes", "disk"):
-            if getattr(options, name) is not None:
-                fields[name] = getattr(options, name)
-        if options.states != "exact":
-            fields["states"] = options.states
-        machine = _machine(fields.get("disk"), ranks, local, progress, fields.get("compute_dtype"), start)
-        try:
-            return _given(options, fields, outline, machine, ranks, per_rank)
-        except (PlanError, TypeError) as error:
-            raise type(error)(f"--plan {options.plan}: {error}") from None
-    machine = _machine(options.disk, ranks, local, progress, None, start)
+        given = _plan_of(options, per_rank)
+        machine = _machine(given.directories, ranks, local, progress, given.compute_dtype, start)
+        return _given(options, given, outline, machine, ranks, per_rank)
+    machine = _machine(() if options.disk is None else (Path(options.disk),), ranks, local, progress, None, start)
     least = options.accumulate or 1
     found = choose(
         outline, batch=options.batch // least, seq=options.seq, hardware=machine, ranks=ranks, disk=options.disk,
@@ -112,14 +105,14 @@ def _times(accumulate: int | None) -> str:
 
 
 def _machine(
-    directories: Any, ranks: int, local: int, progress: Progress | None, dtype: torch.dtype | None, start: Start | None
-) -> Hardware:
+    directories: tuple[Path, ...], ranks: int, local: int, progress: Progress | None, dtype: torch.dtype | None,
+    start: Start | None,
+) -> Hardware:  # fmt: skip
     """The machines of this run, as far as this one knows."""
-    several = isinstance(directories, tuple)
     if start is not None:
         start.lap("planning")
     outwait_measuring(progress)
-    machine, _ = machine_of(None, local, directories[0] if several else directories, progress, dtype)
+    machine, _ = machine_of(None, local, directories[0] if directories else None, progress, dtype)
     if start is not None:
         start.lap("measuring")
     nodes = max(1, ranks // max(1, local))
@@ -130,16 +123,32 @@ def _machine(
     return dataclasses.replace(machine, nodes=nodes, network_bytes_per_s=network, **more, **disk)
 
 
-def _given(
-    options: Options, fields: dict[str, Any], outline: Outline, machine: Hardware, ranks: int, per_rank: int
-) -> Decision:
-    """The plan of a file, judged on this machine."""
+def _plan_of(options: Options, per_rank: int) -> Plan:
+    """The plan of a file. Checked before the machine is measured for it."""
+    fields = read_plan(Path(options.plan))
+    for name in ("device_bytes", "host_bytes", "disk"):
+        if getattr(options, name) is not None:
+            fields[name] = getattr(options, name)
+    if options.states != "exact":
+        fields["states"] = options.states
     passes = options.accumulate or fields.get("passes", 1)
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise TrainError(f"--plan {options.plan}: passes is a whole number above 0, got {passes!r}")
     if per_rank % passes:
         raise TrainError(f"{options.plan}: {passes} passes do not divide the {per_rank} sequences per rank evenly")
-    plan = Plan(**(fields | {"passes": passes, "reduce_op": "sum"}))
+    try:
+        plan = Plan(**(fields | {"passes": passes, "reduce_op": "sum"}))
+    except (PlanError, TypeError) as error:
+        raise PlanError(f"--plan {options.plan}: {error}") from None
+    for folder in plan.directories:
+        if not folder.is_dir():
+            raise TrainError(f"--plan {options.plan}: disk {folder}: no such directory; make it, on a fast drive")
+    return plan
+
+
+def _given(options: Options, plan: Plan, outline: Outline, machine: Hardware, ranks: int, per_rank: int) -> Decision:
+    """The plan of a file, judged on this machine."""
+    passes = plan.passes
     prediction, why = None, ""
     for kept in _ways(plan):
         load = Workload(batch=per_rank // passes, seq=options.seq, passes=passes, activations=kept, clip=options.clip > 0)
@@ -171,7 +180,11 @@ def _for_states(plan: Plan, outline: Outline, load: Workload, machine: Hardware)
     if plan.activations != "auto":
         return plan
     there = plan.budget_device_bytes or int(DEVICE_SHARE * machine.device_bytes)
-    return dataclasses.replace(plan, device_bytes=max(1, there - activation_bytes(outline, load)[0] - outline.ignored_bytes))
+    taken = activation_bytes(outline, load)[0] + outline.ignored_bytes
+    if taken >= there:
+        what = f"activations are estimated at {format_bytes(taken)} of the device's {format_bytes(there)}"
+        raise PlanError(f"{what}; it may fit all the same")
+    return dataclasses.replace(plan, device_bytes=there - taken)
 
 
 def _predicted(outline: Outline, plan: Plan, machine: Hardware, ranks: int, load: Workload) -> Any:
