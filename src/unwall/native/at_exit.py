@@ -8,14 +8,9 @@ ended and before anything is taken apart, every disk engine is closed and every 
 import atexit
 import contextlib
 import os
+import threading
 import weakref
 from typing import Protocol
-
-ENDED = (
-    "the script has ended, and with it the threads that copy and update: use the model before, not in a function of atexit nor "
-    "in a thread that outlives the script"
-)
-"""What else Python says is "cannot schedule new futures after shutdown"."""
 
 
 class Ends(Protocol):
@@ -33,6 +28,15 @@ _pid = os.getpid()
 def ends_at_exit(thing: Ends, *, disk: bool) -> None:
     """``disk``: what it does may start work of a pool, and so it ends first."""
     (_disks if disk else _pools).add(thing)
+
+
+def say_if_ended(error: RuntimeError) -> None:
+    """Of a thread that takes no work any more: why, where it is because the interpreter ends."""
+    if not threading.main_thread().is_alive() or "interpreter shutdown" in str(error):
+        raise RuntimeError(
+            "the script has ended, and with it the threads that copy and update: use the model before, not in a function of "
+            "atexit nor in a thread that outlives the script"
+        ) from error
 
 
 @atexit.register

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unwall.native.at_exit import ENDED
+from unwall.native.at_exit import say_if_ended
 from unwall.native.ticket import NativeTicket
 from unwall.runtime.failures import FailureDomain
 from unwall.tiers.ticket import Ticket, result_of
@@ -182,7 +182,8 @@ class _Queue:
         try:
             return self._thread.submit(self._run, weakref.ref(update), [update.run], update.domain, update.again)
         except RuntimeError as error:
-            raise RuntimeError(ENDED) from error
+            say_if_ended(error)
+            raise
 
     def _run(self, update: "weakref.ref[Ticket]", work: list[Work], domain: FailureDomain, again: bool) -> _Begun | None:
         """``work`` is taken out of its list: once its end is told, nothing on this thread holds the model any more."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from unwall.native.at_exit import ENDED
+from unwall.native.at_exit import say_if_ended
 from unwall.tiers.block import Region
 from unwall.tiers.host import HostBlock
 from unwall.tiers.ring import BounceRing
@@ -42,7 +42,8 @@ class Stager:
         try:
             return FutureTicket(self._thread.submit(self._run, source, target, hop))
         except RuntimeError as error:
-            raise RuntimeError(ENDED) from error
+            say_if_ended(error)
+            raise
 
     def close(self) -> None:
         """Finishes what was submitted, stops the thread and frees the ring."""
