@@ -10,6 +10,8 @@ from unwall.train.errors import TrainError
 from unwall.train.model import Trained
 from unwall.train.options import Options
 
+PATHS = ("model", "data", "out", "plan")
+
 
 class FailingBackward(torch.autograd.Function):
     @staticmethod
@@ -65,6 +67,3 @@ def test_a_step_that_never_fits_ends_the_run_with_what_would_help(options, monke
     with pytest.raises(TrainError, match=r"^CUDA out of memory: use more passes \(--accumulate\)"):
         run(Options(**options | given))
     assert count[0] == again.TRIES
-
-
-PATHS = ("model", "data", "out", "plan")

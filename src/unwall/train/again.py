@@ -2,9 +2,9 @@
 
 [Note: the step again]
 What a step needs besides the blocks of the model (its loss, the gradient of the head) is only measured in the first steps, and
-of an out-of-memory there the engine cannot make anything: no code of its own runs then. The loop can. Gradients are forgotten,
-updates that ran ahead of the step are taken back with them, random numbers are those of before, and in the next pass the engine
-holds less. So the losses are those of a run that had room. Only on one rank: others may be behind collectives of this step.
+the engine cannot help with an out-of-memory there: none of its code runs then. The loop can. Gradients are forgotten, updates
+that ran ahead of the step are taken back with them, random numbers are those of before, and in the next pass the engine holds
+less. So the losses are those of a run that had room. Only on one rank: others may be behind collectives of this step.
 """
 
 from collections.abc import Callable
