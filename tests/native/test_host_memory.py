@@ -55,11 +55,11 @@ def test_without_a_pool_pages_come_with_the_first_write():
 
 
 def test_exact_size_is_mapped(pool):
-    """Not the next power of two, as the allocators of pinned memory do."""
+    """Not the next power of two, as the allocators of pinned memory do. What Python takes meanwhile may lie beside it."""
     HostMemory(65 * MIB + 1, pool)  # what the workers take at first use is there
     before = mapped()
     memory = HostMemory(65 * MIB + 1, pool)
-    assert 65 * MIB < newly_mapped(before, memory.address) <= 66 * MIB
+    assert 65 * MIB < newly_mapped(before, memory.address) < 80 * MIB
 
 
 def test_views_keep_the_mapping_alive(pool):

@@ -1,6 +1,7 @@
 """The engine on an accelerator. Run on a GPU machine: ``PYTHONPATH=src python3 -m pytest tests/runtime/test_gpu.py -m gpu``."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unwall
+from unwall.optim.journaled import FIRST_STEP
+from unwall.optim.updates import drain
 from unwall.plans import Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")]
@@ -237,6 +240,43 @@ def test_updates_ahead_of_the_step_are_committed_on_an_accelerator(monkeypatch):
     got, stats = train_tower(host, clip=1e6)
     assert stats.speculated.committed > 0
     assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_an_update_with_a_way_back_waits_for_its_gradient_and_for_no_later_compute():
+    """Block 2 and what follows it have their gradients while the device is still at work before block 1."""
+    host = {"params": "host", "optimizer": "host"}
+    _, stats = train_tower(host, clip=1e6, speculate=False)
+    numel = sum(param.numel() for param in Tower().parameters())
+    torch.manual_seed(0)
+    model = Tower()
+    unwall.shard(model, Plan(**host, host_bytes=stats.tiers["host"].live_bytes + int(2.13 * numel) + 20_000))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e6)
+    generator = torch.Generator().manual_seed(1)
+    slept = torch.cuda.Event()
+
+    def sleep(_):
+        torch.cuda._sleep(int(8e9))  # four seconds or more
+        slept.record()
+
+    for step in range(FIRST_STEP + 12):
+        handle = None
+        last = step == FIRST_STEP + 11
+        if last:
+            handle = model.blocks[1].register_forward_hook(lambda _, __, y: y.register_hook(sleep) and None)
+        y = model(torch.randn(64, WIDTH, generator=generator).cuda())
+        if handle is not None:
+            handle.remove()
+        y.float().square().mean().backward()
+        if last:
+            break
+        drain()
+        optimizer.step()
+        optimizer.zero_grad()
+    while optimizer.ahead.ready < 4 and not slept.query():
+        time.sleep(0.001)
+    assert not slept.query(), f"{optimizer.ahead} when the device had gone on"
+    optimizer.step()
+    assert unwall.stats(model).speculated.in_place > 0
 
 
 def test_a_profile_has_device_lanes(tmp_path):

@@ -15,9 +15,10 @@ def resident(address: int, nbytes: int) -> int:
 
 
 def mapped() -> list[tuple[int, int]]:
-    """Begin and end of all that is mapped, in order."""
+    """Begin and end of all that is mapped, in order. What a thread's allocator merely reserves does not count."""
     with open("/proc/self/maps") as file:
-        return [(int(begin, 16), int(end, 16)) for begin, end in (line.split()[0].split("-") for line in file)]
+        ranges = [line.split()[0].split("-") for line in file if " ---p " not in line]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
 def newly_mapped(before: list[tuple[int, int]], address: int) -> int:

@@ -19,15 +19,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from unwall.native.journal import AdamWArrays, JournalCount, read_journal, resolve, update_journaled
 from unwall.native.pool import AdamWStep
 from unwall.optim.journals import Journal
 from unwall.optim.rule import Span, finish_updates
 from unwall.optim.speculation import Progress, Speculation, Wanted
 from unwall.runtime.engine import Engine
-from unwall.shards.group import Group, Residence
+from unwall.shards.group import Group
 from unwall.shards.store import Pending
 from unwall.tiers.host import DTYPES
 from unwall.tiers.workers import shared_pool
@@ -106,13 +104,13 @@ class JournaledUpdate(Speculation):
 def journaled_work(engine: Engine, group: Group, update: JournaledUpdate, on_crowded: Callable[[], None]) -> Callable[[], None]:
     """The work of such an update, for the thread that updates. ``on_crowded``: most of it did not fit."""
     landing, stores = engine.gradients[group.index].landing, list(update.stores.values())
-    fetched = _fetched(engine, group)
+    reading = group.reading  # for a use that is yet to come: the one that gave the gradient has ended when this has landed
 
     def compute() -> None:
         if landing is not None:
             landing.wait()
-        if fetched is not None:
-            fetched.synchronize()
+        if reading is not None:
+            reading.wait()
         for store in stores:
             store.await_reader()
         assert update.journal is not None
@@ -130,15 +128,6 @@ def journaled_work(engine: Engine, group: Group, update: JournaledUpdate, on_cro
             raise CrowdedError(f"{update.count.owing} elements of group {group.name} wait for the step")
 
     return compute
-
-
-def _fetched(engine: Engine, group: Group) -> torch.cuda.Event | None:
-    """What comes after a copy of the group to the device, which may be under way for a use that is yet to come."""
-    if engine.device.device.type != "cuda" or group.residence is Residence.ABSENT:
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(engine.device.device))
-    return event
 
 
 def _numbers(span: Span) -> AdamWStep:

@@ -26,7 +26,7 @@ from unwall.shards.replica import Replica
 from unwall.shards.store import Staging, Store
 from unwall.tiers.block import Region
 from unwall.tiers.disk import named
-from unwall.tiers.ticket import Ticket, order_after
+from unwall.tiers.ticket import Ticket, end_of, order_after
 from unwall.tiers.tiers import Tiers
 
 
@@ -70,6 +70,7 @@ class Group(Owned):
         self.residence = Residence.ABSENT
         self._gathering: Collective | None = None
         self._copying: Ticket | None = None
+        self._reading: Ticket | None = None
         self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
         self._cut = cut
         self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
@@ -164,6 +165,14 @@ class Group(Owned):
         """A gather inside the node brings what the parameters are now."""
         return self.replica is not None and self.replica.counts(self.generation)
 
+    @property
+    def reading(self) -> Ticket | None:
+        """The last copy of the parameters from the host, as long as it may be under way: whoever writes them there before the
+        device has computed with it waits for this."""
+        if self._reading is not None and self._reading.done():
+            self._reading = None
+        return self._reading
+
     def outdated(self) -> None:
         """The parameters change. The replica does not count any more."""
         if self.replica is not None:
@@ -217,6 +226,7 @@ class Group(Owned):
                 part = Region(self.buffer.block, self.own_start * self.layout.dtype.itemsize, block.nbytes)
                 self._copying = self._tiers.links.copy(Region.whole(block), part, self.name)
                 self.buffer.hold(self._copying)
+                self._reading = end_of(self._copying)
             if self._gathers:
                 self._await_copy()  # the gather reads what is being copied
                 self._gathering = self._gather(self.flat)

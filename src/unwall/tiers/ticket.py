@@ -102,6 +102,10 @@ class EventTicket:
         """What is queued on ``stream`` from now on runs after this work."""
         stream.wait_event(self._event)
 
+    def end(self) -> "EventTicket":
+        """Another ticket for the same work, which holds on to no buffer."""
+        return EventTicket(self._event)
+
     def __del__(self) -> None:
         with interrupts.finalizing, contextlib.suppress(Exception):  # the device failed, or the interpreter is shutting down
             if self._keep:
@@ -158,6 +162,13 @@ def hold_back(ticket: Ticket, device: torch.device) -> None:
     thread is what computes: an accelerator goes on with what was queued on it."""
     inner = ticket.inner if isinstance(ticket, Metered) and device.type != "cpu" else ticket
     inner.wait()
+
+
+def end_of(ticket: Ticket) -> Ticket:
+    """A ticket for the end of ``ticket``'s work, for someone who shall not hold on to its buffers any longer. Waiting for it is
+    no stall of a link."""
+    inner = ticket.inner if isinstance(ticket, Metered) else ticket
+    return inner.end() if isinstance(inner, EventTicket) else inner
 
 
 def order_after(ticket: Ticket, device: torch.device) -> None:

@@ -71,6 +71,13 @@ int64_t update_vectors(const Arrays<Grad, Copy, WithCopy, Split, Param>& to, int
   uint16_t* const words = journal.words;
   int64_t count = escapes, i = 0;
   for (; i + VECTOR <= n; i += VECTOR) {
+    if (i % LINE_NUMEL == 0) {  // see [Note: fetched ahead]
+      fetch_ahead<LINE_NUMEL>(param, i);
+      if constexpr (Split) fetch_ahead<LINE_NUMEL>(remainder, i);
+      fetch_ahead<LINE_NUMEL>(exp_avg, i);
+      fetch_ahead<LINE_NUMEL>(exp_avg_sq, i);
+      fetch_ahead<LINE_NUMEL>(grad, i);
+    }
     const __m512 p0 = load_masters(param + i, Split ? remainder + i : nullptr),
                  g = load_grads(grad + i) * broadcast(c.grad_scale);
     const __m512 m0 = _mm512_loadu_ps(exp_avg + i), v0 = _mm512_loadu_ps(exp_avg_sq + i);

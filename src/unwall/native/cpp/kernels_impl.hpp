@@ -28,6 +28,7 @@
 #include <immintrin.h>
 #endif
 
+#include "fetch_ahead.hpp"
 #include "kernels.hpp"
 
 // A loop over a block is fast only where its caller's constants reach it (measured: 1.2 times).
@@ -111,8 +112,6 @@ inline uint32_t without_payload(float value) {
 
 // ---- streaming ----------------------------------------------------------------------------------------------------
 
-constexpr int64_t LINE_BYTES = 64;
-
 // `dst` is the start of a line.
 inline void stream_line(char* dst, const char* src) {
 #if defined(__AVX512F__)
@@ -195,9 +194,9 @@ inline void store_master(float value, Param* param, int16_t* remainder, typename
 }
 
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-void adamw_loop(Param* __restrict param, int16_t* __restrict remainder, typename Copy::Storage* __restrict copy,
-                float* __restrict exp_avg, float* __restrict exp_avg_sq, const typename Grad::Storage* __restrict grad,
-                int64_t n, const AdamWConstants c) {
+UNWALL_INLINE void adamw_loop(Param* __restrict param, int16_t* __restrict remainder, typename Copy::Storage* __restrict copy,
+                              float* __restrict exp_avg, float* __restrict exp_avg_sq,
+                              const typename Grad::Storage* __restrict grad, int64_t n, const AdamWConstants c) {
   for (int64_t i = 0; i < n; ++i) {
     float p = load_master<Split>(param, remainder, i);
     Updated now = adamw_element(p, exp_avg[i], exp_avg_sq[i], Grad::load(grad[i]), c);
@@ -207,11 +206,34 @@ void adamw_loop(Param* __restrict param, int16_t* __restrict remainder, typename
   }
 }
 
+// What an update of `LINE_NUMEL` elements will read, a little later.
+template <bool Split, class Param, class Storage>
+UNWALL_INLINE void fetch_states_ahead(const AdamWSpan& span, const Param* param, const Storage* grad, int64_t at) {
+  fetch_ahead<LINE_NUMEL>(param, at);
+  if constexpr (Split) fetch_ahead<LINE_NUMEL>(span.remainder, at);
+  fetch_ahead<LINE_NUMEL>(span.exp_avg, at);
+  fetch_ahead<LINE_NUMEL>(span.exp_avg_sq, at);
+  fetch_ahead<LINE_NUMEL>(grad, at);
+}
+
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
-void adamw(const AdamWSpan& span, const AdamWConstants& constants) {
-  adamw_loop<Grad, Copy, WithCopy, Split>(static_cast<Param*>(span.param), span.remainder,
-                                          static_cast<typename Copy::Storage*>(span.copy), span.exp_avg, span.exp_avg_sq,
-                                          static_cast<const typename Grad::Storage*>(span.grad), span.n, constants);
+void adamw(const AdamWSpan& whole, const AdamWConstants& constants) {
+  const AdamWSpan span = whole;  // locals, which no store can change, are not read again after each
+  const AdamWConstants c = constants;
+  Param* param = static_cast<Param*>(span.param);
+  auto* copy = static_cast<typename Copy::Storage*>(span.copy);
+  const auto* grad = static_cast<const typename Grad::Storage*>(span.grad);
+  auto update = [&](int64_t begin, int64_t count) {
+    adamw_loop<Grad, Copy, WithCopy, Split>(param + begin, Split ? span.remainder + begin : nullptr,
+                                            WithCopy ? copy + begin : nullptr, span.exp_avg + begin, span.exp_avg_sq + begin,
+                                            grad + begin, count, c);
+  };
+  int64_t begin = 0;
+  for (; begin + LINE_NUMEL <= span.n; begin += LINE_NUMEL) {
+    fetch_states_ahead<Split>(span, param, grad, begin);
+    update(begin, LINE_NUMEL);
+  }
+  update(begin, span.n - begin);
 }
 
 template <class Grad, class Copy, bool WithCopy, bool Split, class Param>
@@ -230,7 +252,6 @@ UNWALL_INLINE void adamw_out_loop(const Param* __restrict param, const int16_t* 
   }
 }
 
-constexpr int64_t LINE_NUMEL = LINE_BYTES / 2;  // whole lines of every output
 constexpr int64_t RAGGED_NUMEL = 512;
 
 template <bool Lines, class Type>
@@ -289,6 +310,8 @@ void adamw_out(const AdamWSpan& whole, const AdamWConstants& constants) {
   if (first >= 0 && first <= span.n) {
     adamw_block<Grad, Copy, WithCopy, Split, Param, false>(span, 0, first, c);
     for (begin = first; begin + LINE_NUMEL <= span.n; begin += LINE_NUMEL) {
+      fetch_states_ahead<Split>(span, static_cast<const Param*>(span.param),
+                                static_cast<const typename Grad::Storage*>(span.grad), begin);
       adamw_block<Grad, Copy, WithCopy, Split, Param, true>(span, begin, LINE_NUMEL, c);
     }
   }

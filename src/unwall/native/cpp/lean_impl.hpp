@@ -23,6 +23,7 @@
 // exp_avg_sq = root^2 and exp_avg = ratio * root are exact in fp32 (five bits each, and the scales are powers of two), and so
 // are root = sqrt(exp_avg_sq) and ratio = exp_avg / root. The largest root of a block keeps its power of two when it is
 // rounded. So whatever leaves as fp32 comes back as the same bytes.
+#include "fetch_ahead.hpp"
 #include "lean.hpp"
 #if defined(__F16C__)
 #pragma GCC diagnostic push

@@ -280,6 +280,10 @@ int64_t update_wide(const LeanSpan& span, const AdamWConstants& constants, uint3
   Kind kind = Kind::USUAL;
   int64_t begin = 0;
   for (; begin + BLOCK <= span.n; begin += BLOCK) {
+    fetch_ahead<BLOCK>(span.half, begin);  // see [Note: fetched ahead]
+    fetch_ahead<BLOCK>(span.remainder, begin);
+    fetch_ahead<BLOCK>(span.moments, begin);
+    fetch_ahead<BLOCK>(static_cast<const typename Grad::Storage*>(span.grad), begin);
     if (kind == Kind::USUAL) kind = update_wide_block<Grad, true>(span, begin, *k);
     if (kind == Kind::USUAL) continue;
     kind = update_wide_block<Grad, false>(span, begin, *k);
