@@ -11,10 +11,12 @@ from torch import nn
 from unwall.tiers.sizes import format_bytes, parse_bytes
 
 Placement = Literal["auto", "device", "host", "disk"]
+Gradients = Literal["auto", "device", "host", "disk", "transient"]
 Activations = Literal["auto", "keep", "recompute", "host", "disk"]
 Packed = Literal["int8", "int4"]
 
 _PLACEMENTS = ("auto", "device", "host", "disk")
+_GRADIENTS = (*_PLACEMENTS, "transient")
 _ACTIVATIONS = ("auto", "keep", "recompute", "host", "disk")
 _PACKED: dict[str, int] = {"int8": 8, "int4": 4}
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,8 +37,10 @@ class Plan:
     """Of which states each rank keeps 1/N: 0 none, 1 the optimizer's, 2 also gradients, 3 also parameters."""
     params: Placement = "auto"
     """The tier parameters live on. ``"auto"`` fills the fastest tier first and spills to the next one."""
-    grads: Placement = "auto"
-    """The tier gradients land on. It is that of the optimizer state, which is what ``"auto"`` means."""
+    grads: Gradients = "auto"
+    """The tier gradients land on. It is that of the optimizer state, which is what ``"auto"`` means. ``"transient"``: they are
+    not kept. ``AdamW(update_in_backward=True)`` uses each one as soon as it is there, and what held it is free for the next
+    one. A model may then be a seventh larger. For one rank."""
     optimizer: Placement = "auto"
     """The tier optimizer state lives on, and where it is updated."""
     activations: Activations = "auto"
@@ -104,10 +108,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise PlanError(f"stage is 0, 1, 2 or 3, got {self.stage!r}")
-        for name in ("params", "grads", "optimizer"):
+        for name, allowed in (("params", _PLACEMENTS), ("grads", _GRADIENTS), ("optimizer", _PLACEMENTS)):
             value = getattr(self, name)
-            if value not in _PLACEMENTS:
-                raise PlanError(f"{name} is one of {', '.join(_PLACEMENTS)}, got {value!r}")
+            if value not in allowed:
+                raise PlanError(f"{name} is one of {', '.join(allowed)}, got {value!r}")
         if self.activations not in _ACTIVATIONS:
             raise PlanError(f"activations is one of {', '.join(_ACTIVATIONS)}, got {self.activations!r}")
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
@@ -122,6 +126,8 @@ class Plan:
         tiles = self.sequence_tiles
         if tiles is not None and (not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1):
             raise PlanError(f"sequence_tiles is a whole number, 1 or more, or None, got {tiles!r}")
+        if self.transient:
+            self._check_transient()
         if self.states not in ("exact", "lean"):
             raise PlanError(f"states is 'exact' or 'lean', got {self.states!r}")
         if self.lean and self.compute_dtype is not torch.bfloat16:
@@ -158,6 +164,18 @@ class Plan:
         uses_disk = "disk" in (self.params, self.grads, self.optimizer, self.activations)
         if uses_disk and not self.directories:
             raise PlanError("a state is placed on disk, but no directory is given: Plan(disk='/path/on/a/fast/drive')")
+
+    def _check_transient(self) -> None:
+        if self.passes > 1:
+            raise PlanError(
+                f"grads='transient' with passes={self.passes}: gradients that are not kept cannot add up. Write grads='auto' "
+                "or passes=1"
+            )
+        if self.compute_dtype is torch.float16:
+            raise PlanError(
+                "grads='transient' with compute_dtype=torch.float16: with a loss scale gradients are used when all of them are "
+                "known. Write compute_dtype=torch.bfloat16 or grads='auto'"
+            )
 
     def _check_communication(self) -> None:
         if self.reduce_dtype is not None and self.reduce_dtype not in (*_COMPUTE_DTYPES, *_PACKED):
@@ -216,6 +234,11 @@ class Plan:
     def lean(self) -> bool:
         """Whether ``states`` is ``"lean"``."""
         return self.states == "lean"
+
+    @property
+    def transient(self) -> bool:
+        """Whether ``grads`` is ``"transient"``."""
+        return self.grads == "transient"
 
     @property
     def reduce_bits(self) -> int | None:

@@ -5,12 +5,13 @@ import weakref
 from typing import Any, Literal
 
 import torch
+from torch.autograd.graph import increment_version
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.adamw_rule import AdamWRule
 from unwall.optim.alone import alone
 from unwall.optim.early import Ahead, EarlyUpdates, Speculate, covers
-from unwall.optim.group_update import host_work, settle, stores_of
+from unwall.optim.group_update import host_work, settle, spans_in_memory, stores_of
 from unwall.optim.lean_rule import LeanRule, check_lean, wants_lean
 from unwall.optim.measure import Held
 from unwall.optim.runs import Run, runs_of
@@ -21,6 +22,8 @@ from unwall.runtime.engine import Engine
 from unwall.runtime.leftovers import Leftovers
 from unwall.shards.group import Group
 from unwall.shards.layout import SLOT_BYTES
+from unwall.shards.states import StateKey
+from unwall.shards.store import Store
 
 
 class AdamW(ShardedOptimizer):
@@ -29,10 +32,11 @@ class AdamW(ShardedOptimizer):
     ``max_grad_norm`` clips the norm of all gradients over all ranks; ``grad_norm`` holds the norm afterwards.
     ``update_in_backward``: states on host and disk are updated in place while backward runs. That is faster where the host has
     no memory to spare, and a promise: each backward is followed by a ``step``, with the learning rate that was set before it,
-    and nothing is clipped or scaled. Without it ``step`` stays the moment an update counts, and updates run ahead only where
-    spare memory keeps a way back: a second place for the states, as far as there is room, or a journal of two bytes per
-    parameter; ``speculate="shadows"`` allows only the former, ``speculate=False`` leaves that memory alone and updates at
-    ``step``. The result is the same, bit by bit, with all of them.
+    and nothing is clipped or scaled. With ``Plan(grads="transient")`` no gradient is kept, and states on the device are updated
+    then, too. Without it ``step`` stays the moment an update counts, and updates run ahead only where spare memory keeps a way
+    back: a second place for the states, as far as there is room, or a journal of two bytes per parameter;
+    ``speculate="shadows"`` allows only the former, ``speculate=False`` leaves that memory alone and updates at ``step``. The
+    result is the same, bit by bit, with all of them.
     ``skip_nonfinite``: a step with a gradient that is inf or NaN on any rank changes nothing, its gradients are forgotten, and
     ``unwall.stats(model).skipped_steps`` counts it. (Steps of a scaled loss are skipped anyway.)
     ``states="lean"``: of bf16 parameters 5 bytes are kept instead of 12: a master of 24 bits, and a byte for each moment
@@ -63,6 +67,7 @@ class AdamW(ShardedOptimizer):
         if speculate not in (True, False, "shadows", "journal"):
             raise ValueError(f'speculate is True, False, "shadows" or "journal", got {speculate!r}')
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.uses_at_once = update_in_backward
         super().__init__(params, options, max_grad_norm, skip_nonfinite)
         lean = wants_lean(states, any(engine.plan.lean for engine in self.engines()), speculate)
         self.rule = LeanRule() if lean else AdamWRule()
@@ -106,7 +111,10 @@ class AdamW(ShardedOptimizer):
     def _reduced(self, engine: Engine, index: int) -> None:
         """A group's gradient is reduced, and on its way to the host: it may be used at once. See optim/early.py."""
         group, gradient = engine.groups[index], engine.gradients[index]
-        if group.home.tier != "host" or engine.loss_scale != 1.0 or not gradient.held or self._clip is not None:
+        on_device = group.home.tier == "device"
+        if on_device and not gradient.transient:
+            return
+        if engine.loss_scale != 1.0 or not gradient.held or self._clip is not None:
             return
         if gradient.pending or gradient.passes > 1:
             return  # it adds up: only ``step`` knows when it is complete
@@ -121,17 +129,31 @@ class AdamW(ShardedOptimizer):
                 return  # the other parts of a parameter are of the same step
             settle(group)
             runs = self._runs(group, slots, self._numbers())
-            factor = Factor(1.0, None)
-            work = host_work(self.rule, engine, group, stores_of(group, self.rule, self.own), runs, factor)
-            group.pending.update = self._queue(engine, group, runs, factor, work)
+            stores = stores_of(group, self.rule, self.own)
+            if on_device:
+                self._update_on_device(engine, group, stores, runs)
+            else:
+                factor = Factor(1.0, None)
+                work = host_work(self.rule, engine, group, stores, runs, factor)
+                group.pending.update = self._queue(engine, group, runs, factor, work)
             self._count_params([(engine, index, slots)])
             self._early.applied[id(engine), index] = runs
+            gradient.used(slots)
             return
         if not self.rule.runs_ahead(group.layout.dtype) or not self._early.wanted():
             return
         runs = self._runs(group, slots, self._numbers())
         if covers(group, runs):
             self._early.speculate(engine, group, stores_of(group, self.rule, self.own), runs)
+
+    @torch.no_grad()
+    def _update_on_device(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
+        """In backward, when the gradients of all uses of the group's parameters are known. Whoever reads them later in this
+        backward is told by autograd that they were changed."""
+        group.await_readers()
+        for ticket in self.rule.on_device(spans_in_memory(engine, group, stores, runs), 1.0, None):
+            ticket.wait()
+        increment_version([param for param in group.params if param.requires_grad])
 
     def _refuse_second_backward(self, engine: Engine, index: int) -> None:
         if (id(engine), index) in self._early.applied:

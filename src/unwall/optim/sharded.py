@@ -44,6 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     rule: UpdateRule
 
+    uses_at_once = False
+    """Whether gradients are used during backward, as ``Plan(grads="transient")`` needs it."""
     grad_norm: torch.Tensor | None
     """Norm of all gradients before clipping, of the last step that measured it."""
 
@@ -80,6 +82,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(checked(param_group))
         for engine in self.engines():
+            if engine.plan.transient and not self.uses_at_once:
+                raise ValueError(
+                    "Plan(grads='transient') keeps no gradients until the step: build unwall.AdamW(..., "
+                    "update_in_backward=True), or shard the model with Plan(grads='auto')"
+                )
             if not any(looker() == self._clip_now for looker in engine.lookers):
                 engine.lookers.append(weakref.WeakMethod(self._clip_now))
 

@@ -19,7 +19,7 @@ def check_plan(plan: Plan) -> None:
     if not isinstance(plan, Plan):
         raise TypeError(f"plan is an unwall.Plan or None, got {type(plan).__name__}")
     states = plan.params if plan.optimizer == "auto" else plan.optimizer
-    if (plan.grads == "device") != (states == "device") and plan.grads != "auto":
+    if (plan.grads == "device") != (states == "device") and plan.grads not in ("auto", "transient"):
         raise PlanError(
             f"grads={plan.grads!r}: gradients land where the update runs, and the optimizer state is on {states!r} here; "
             "use grads='auto' and choose the tier with optimizer="

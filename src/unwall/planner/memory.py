@@ -12,6 +12,7 @@ from unwall.shards.placement import (
     chunk_elements,
     replica_bytes_on,
     ring_slot_bytes,
+    transient_bytes,
     working_bytes,
 )
 from unwall.shards.states import adamw_specs, bytes_per_element
@@ -24,6 +25,7 @@ PARAMETERS, GRADIENTS, MASTER, MOMENTS = "parameters", "gradients", "master", "m
 WIDENED, SUMS = "gradients, growing to fp32", "sums of gradients in fp32"
 REPLICAS, RESIDUALS = "second copies inside the node", "what rounding left of gradients"
 GATHERED, GRADIENTS_MOVING = "gathered at once", "gradients on their way"
+TRANSIENT = "gradients that are not kept"
 CHUNKS, RINGS, LOOKED_AT = "chunks under update", "rings between disk and device", "a state looked at"
 SHADOWS = "second places, for updates before the step"
 JOURNALS = "journals, for updates before the step"
@@ -82,6 +84,7 @@ def _add_working(job: Job, found: Terms) -> None:
     gathered = sum(sorted(come_and_go)[-2:])
     found["device"][GATHERED] = gathered
     found["device"][GRADIENTS_MOVING] = working_bytes(job.sizes, job.homes) - gathered
+    found["host"][TRANSIENT] = transient_bytes(job.sizes, job.homes)
     on_disk = [(size, home) for size, home in zip(job.sizes, job.homes, strict=True) if home.on_disk]
     if not on_disk:
         return

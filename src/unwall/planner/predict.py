@@ -90,7 +90,7 @@ def work_of(job: Job) -> StepWork:
             continue
         brought = (1 if home.resident else fetches - near) * size.shard_bytes
         h2d += brought
-        d2h += load.passes * size.grad_bytes
+        d2h += load.passes * size.landing_bytes
         host += size.own_numel * update_bytes(layout.dtype, plan.lean) if size.trainable else 0
         host += (load.passes - 1) * (size.grad_bytes + 2 * wide) if home.grads == "host" else 0
         read += brought if home.params == "disk" else 0

@@ -195,6 +195,8 @@ class Engine:
         if self.executor.reduced and self.replicas is None:
             for index in self.executor.take_reduced():
                 self._tell(self.listeners, index)
+                if self.plan.transient:
+                    self.gradients[index].let_go()
         if not self.backward.running and self.forward.long is None:
             self.shown.show()
 

@@ -116,6 +116,11 @@ def _check_moment(engine: Engine) -> None:
 def _check_fields(old: Plan, new: Plan) -> None:
     if not isinstance(new, Plan):
         raise TypeError(f"unwall.move takes an unwall.Plan, got {type(new).__name__}")
+    if old.transient != new.transient:
+        raise PlanError(
+            f"unwall.move from grads={old.grads!r} to grads={new.grads!r}: whether gradients are kept is decided when the "
+            "model is sharded. Save it, and shard it anew"
+        )
     for field in fields(Plan):
         was, wanted = getattr(old, field.name), getattr(new, field.name)
         if field.name not in MOVABLE and was != wanted:

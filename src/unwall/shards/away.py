@@ -1,6 +1,7 @@
 """Places for a gradient that leaves the device: host and disk. See [Note: landed] in shards/landing.py.
 
-Both are kept from one step to the next, because an update may read them after the gradient was forgotten.
+Both are kept from one step to the next, because an update may read them after the gradient was forgotten. Of one that is used
+during backward (``Plan(grads="transient")``) nothing stays: it passes through memory that the next ones use as well.
 """
 
 import torch
@@ -14,6 +15,9 @@ from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Store
 from unwall.tiers.block import DiskBlock, MemoryBlock, Region
 from unwall.tiers.disk import named
+from unwall.tiers.host import HostBlock
+from unwall.tiers.ledger import BudgetError
+from unwall.tiers.loans import Loans
 from unwall.tiers.ticket import Joined
 from unwall.tiers.tiers import Tiers
 
@@ -145,6 +149,70 @@ class OnHost(Away):
         return Store(self._tiers, self._group.pending, "host", numel, dtype, label, pinned=pinned, gradient=True)
 
 
+class PassingThrough(Away):
+    """Lands in host memory that is lent until its update has read it. Not for sums of several passes."""
+
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, rank: int, loans: Loans) -> None:
+        super().__init__(group, tiers, dtype, rank)
+        self._loans = loans
+        self._block: HostBlock | None = None
+
+    def _begin(self, incoming: MemoryBlock, beside: list[Segment] | None) -> None:
+        if self.holding is Holding.NOTHING:
+            self._begin_first(incoming)
+        elif beside is not None and self._block is not None:
+            self._put_beside(incoming, beside, self._block)
+        else:
+            raise RuntimeError(
+                f"a second backward before step() for group {self._group.name}, but Plan(grads='transient') keeps no gradients "
+                "that could add up: call step() after each backward, or use Plan(grads='auto')"
+            )
+
+    def _begin_first(self, incoming: MemoryBlock) -> None:
+        own = incoming.view(self._dtype)
+        self.square_sum = self._measure(own) if own.is_cuda else None
+        if self._block is None:
+            try:
+                self._block = self._loans.take(incoming.nbytes, f"gradient of {self._group.name}")
+            except BudgetError as error:
+                error.add_note(
+                    "Plan(grads='transient') has room for a few gradients at a time: AdamW(model.parameters(), "
+                    "update_in_backward=True) uses each one as soon as it is there"
+                )
+                raise
+        into = Region(self._block, 0, incoming.nbytes)
+        self.landing, self.holding = self._tiers.links.copy(incoming, into, self._group.name), Holding.LANDING
+
+    def _put_beside(self, incoming: MemoryBlock, beside: list[Segment], target: HostBlock) -> None:
+        self.await_landing()
+        item, tickets = self._dtype.itemsize, []
+        for segment in beside:
+            source = Region(incoming, segment.shard_start * item, segment.numel * item)
+            tickets.append(self._tiers.links.copy(source, Region(target, source.offset, source.nbytes), self._group.name))
+        self.square_sum, self.landing, self.holding = None, Joined(tickets), Holding.LANDING
+
+    def _finish(self, incoming: MemoryBlock) -> None:
+        """The copy holds on to its memory."""
+
+    def _source(self) -> torch.Tensor:
+        assert self._block is not None
+        return self._block.view(self._dtype)[: self._group.own_numel]
+
+    def let_go(self) -> None:
+        self._give_back()
+        self.holding = Holding.USED  # still on its way, perhaps: whoever needs its memory on the device waits for that
+
+    def clear(self) -> None:
+        self._give_back()
+        super().clear()
+
+    def _give_back(self) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            users = (self.landing, self._group.pending.update)
+            self._loans.give_back(block, [ticket for ticket in users if ticket is not None])
+
+
 class OnDisk(Away):
     """Lands on disk. A further pass is added by reading, adding and writing back the whole, in fp32.
 
@@ -202,8 +270,12 @@ class OnDisk(Away):
         return self._stores[dtype]
 
 
-def place_of(group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool) -> LandingPlace:
-    """Where a group's gradient lands: where its update runs."""
+def place_of(
+    group: Group, tiers: Tiers, ranks: Ranks, dtype: torch.dtype, keep_flat: bool, loans: Loans | None
+) -> LandingPlace:
+    """Where a group's gradient lands: where its update runs. ``loans``: it is not kept, and goes through this memory."""
     if group.home.tier == "device":
-        return OnDevice(group, tiers, dtype, keep_flat=keep_flat)
+        return OnDevice(group, tiers, dtype, keep_flat=keep_flat, transient=loans is not None)
+    if loans is not None:
+        return PassingThrough(group, tiers, dtype, ranks.rank, loans)
     return (OnDisk if group.home.grads == "disk" else OnHost)(group, tiers, dtype, ranks.rank)

@@ -21,6 +21,7 @@ from unwall.shards.layout import Layout
 from unwall.shards.local import made_real, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
 from unwall.shards.placement import (
+    TRANSIENT_GRADIENTS,
     Home,
     Sizes,
     device_bytes_of,
@@ -31,18 +32,24 @@ from unwall.shards.placement import (
 )
 from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Staging
+from unwall.tiers.loans import Loans
 from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers
 
 
 def sizes_of(planned: list[tuple[Unit, Layout]], plan: Plan, world_size: int, replicas: int = 1) -> list[Sizes]:
     """What each group takes on one rank of ``world_size``, with so many replicas of all of them."""
-    known: dict[tuple[int, Hashable, bool, int], Sizes] = {}  # blocks are alike, and there may be hundreds
+    if plan.transient and world_size * replicas > 1:
+        raise PlanError(
+            f"grads='transient' is for one rank, and there are {world_size * replicas}: until backward ends another rank may "
+            "add to a gradient. Write grads='auto'"
+        )
+    known: dict[tuple[int, Hashable, bool, int, bool], Sizes] = {}  # blocks are alike, and there may be hundreds
     found = []
     for unit, layout in planned:
         kind = unit.entries[0].kind
         at_once = sum(planned[index][1].flat_bytes for index in unit.at_once)
-        key = layout.padded_numel, kind, unit.several, at_once
+        key = layout.padded_numel, kind, unit.several, at_once, is_transient(layout, plan)
         if key not in known:
             assert isinstance(kind, Kind)
             master = states = 0
@@ -79,25 +86,28 @@ def group_sizes(
     per_node = plan.node_ranks if nodes and plan.node_ranks is not None else 1
     two_hops = exchanged > 0 and nodes and not plan.reduce_feedback
     exchanged = exchanged // per_node if two_hops else exchanged
+    passes = trainable and is_transient(layout, plan)
+    own_grad = kept * grad_item if trainable else 0
     in_node = layout.padded_numel // per_node * grad_item if two_hops else 0  # what its ranks' gradients are summed to first
     return Sizes(
         shard_bytes=owned * layout.dtype.itemsize,
         flat_bytes=layout.flat_bytes,
         state_bytes=owned * state_bytes,
-        grad_bytes=kept * grad_item if trainable else 0,
+        grad_bytes=0 if passes else own_grad,
         grad_flat_bytes=layout.padded_numel * grad_item if trainable else 0,
         grad_part_bytes=reduced * grad_item + 2 * exchanged + in_node if trainable and world_size > 1 else 0,
-        widening_bytes=owned * max(0, 4 - grad_item) if trainable else 0,
+        widening_bytes=owned * max(0, 4 - grad_item) if trainable and not passes else 0,
         whole=plan.stage < 3 or world_size == 1,
         trainable=trainable,
         own_numel=owned,
-        sum_bytes=owned * max(4, grad_item) if trainable and (plan.passes > 1 or several) else 0,
+        sum_bytes=owned * max(4, grad_item) if trainable and (plan.passes > 1 or several) and not passes else 0,
         transit_bytes=packed_bytes(layout.padded_numel, plan.gather_bits) if packs and plan.gather_bits else 0,
         exchange_bytes=exchanged,
         residual_bytes=layout.padded_numel * grad_item if feeds and world_size > 1 else 0,
         averaged_residual_bytes=owned * grad_item if feeds and replicas > 1 else 0,
         replica_bytes=layout.flat_bytes // per_node if nodes and plan.replica and plan.stage > 0 else 0,
         master_bytes=owned * master_bytes,
+        transient_bytes=own_grad if passes else 0,
     )
 
 
@@ -191,6 +201,7 @@ def _make_all(
     taken: list[tuple[Group, int]],
 ) -> None:
     staging = after[0].pending.staging if after else Staging()
+    loans = _loans(planned, homes, plan, tiers)
     values = _Values(planned, ranks, tiers.device.device, whole_value)
     for index, ((unit, layout), home) in enumerate(zip(planned, homes, strict=True), len(after)):
         group = Group(
@@ -218,7 +229,22 @@ def _make_all(
             dtype = layout.dtype
         options = {"keep_flat": plan.stage < 2, "everywhere": plan.stage == 0, "mean": plan.reduce_op == "mean"}
         bits, feedback = plan.reduce_bits, plan.reduce_feedback
-        gradients.append(Gradient(group, tiers, ranks, dtype, bits=bits, feedback=feedback, **options))
+        through = loans if is_transient(layout, plan) else None
+        gradients.append(Gradient(group, tiers, ranks, dtype, bits=bits, feedback=feedback, loans=through, **options))
+
+
+def is_transient(layout: Layout, plan: Plan) -> bool:
+    """Whether the gradient of a group is used during backward and not kept. That of a part of a parameter is: it is used with
+    the other parts, at the step."""
+    return plan.transient and all(slot.whole for slot in layout.slots)
+
+
+def _loans(planned: list[tuple[Unit, Layout]], homes: list[Home], plan: Plan, tiers: Tiers) -> Loans:
+    """Host memory for gradients that are not kept."""
+    pairs = zip(planned, homes, strict=True)
+    layouts = [layout for (_, layout), home in pairs if home.tier == "host" and is_transient(layout, plan)]
+    largest = max((layout.padded_numel * (plan.sum_dtype or layout.dtype).itemsize for layout in layouts), default=0)
+    return Loans(tiers.host, largest, TRANSIENT_GRADIENTS)
 
 
 def _put_back(taken: list[tuple[Group, int]], error: BaseException) -> None:

@@ -33,6 +33,7 @@ from unwall.shards.packed_reduce import PackedReducer
 from unwall.shards.reduce import Reducer, Reduction
 from unwall.shards.store import Store
 from unwall.shards.two_hops import TwoHopReducer
+from unwall.tiers.loans import Loans
 from unwall.tiers.ticket import Ticket, hold_back
 from unwall.tiers.tiers import Tiers
 
@@ -51,6 +52,7 @@ class Gradient:
     ``keep_flat``: gradients are not cut (stages 0 and 1): the flat buffer stays, and the sum goes back into it.
     ``everywhere`` (stage 0): every rank ends with the whole sum, so that every rank updates everything.
     ``mean``: the average over the ranks, otherwise their sum. ``bits``, ``feedback``: see shards/packed_reduce.py.
+    ``loans``: it is not kept where it lands (``Plan(grads="transient")``), but goes through this memory.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Gradient:
         mean: bool = True,
         bits: int | None = None,
         feedback: bool = False,
+        loans: Loans | None = None,
     ) -> None:
         self.group = group
         self.phase = Phase.IDLE
@@ -80,6 +83,8 @@ class Gradient:
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self._forgotten: set[int] = set()
         """Parameters whose gradients are still in the place, but not wanted any more."""
+        self._used: set[int] = set()
+        """Parameters that were updated with it before ``step``."""
         self._alone = ranks.size == 1
         self._own = Accumulator(group, tiers, dtype)
         self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
@@ -93,7 +98,9 @@ class Gradient:
         """What is under way. None when IDLE."""
         self._before: set[int] | None = None
         """Parameters that earlier pieces brought, if what is under way is a further piece."""
-        self._new_place = partial(place_of, group, tiers, ranks, dtype, keep_flat)
+        self.transient = loans is not None
+        """Whether ``let_go`` lets it go."""
+        self._new_place = partial(place_of, group, tiers, ranks, dtype, keep_flat, loans)
         self._place = self._new_place()
 
     def move(self) -> None:
@@ -247,7 +254,7 @@ class Gradient:
     @property
     def held(self) -> bool:
         """Whether there is a reduced gradient."""
-        return self._place.holding in (Holding.LANDING, Holding.LANDED)
+        return self._place.holding in (Holding.LANDING, Holding.LANDED, Holding.USED)
 
     @property
     def leaves(self) -> bool:
@@ -321,6 +328,16 @@ class Gradient:
             self._place.square_sum = None
             self._forgotten |= slots
 
+    def used(self, slots: set[int]) -> None:
+        """An update of these parameters is under way or has ended, before ``step``."""
+        self._used |= slots
+
+    def let_go(self) -> None:
+        """After everyone was told of it: where it is not kept and all of it was used, its memory is free for others."""
+        if self.transient and self._used and self._used >= self.present and self.phase is not Phase.REDUCING:
+            self.finish_reduce()
+            self._place.let_go()
+
     def _clear_forgotten(self) -> None:
         if not self._forgotten or not self.held:
             return
@@ -339,6 +356,7 @@ class Gradient:
             self._end().discard()
         self.present.clear()
         self._forgotten.clear()
+        self._used.clear()
         self.passes = 0
         self.changed = False
         self._place.clear()

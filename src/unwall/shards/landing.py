@@ -8,6 +8,7 @@ whoever reads there finds them. Before that it is *reduced* (the average is know
 NOTHING  no gradient is held. Host and disk keep their place, where an update may still read what was held before.
 LANDING  the copy is on its way, ``landing`` is its ticket. The place is known, but reading it must wait for the ticket.
 LANDED   the sum of all passes so far is in its place.
+USED     an update has used it, and it is not kept: reading raises. Its memory serves the next one.
 LOST     the place did not take it: reading raises why. Later passes are let go, because a sum without this one is of no use.
 
 ``clear`` leads to NOTHING from anywhere. Several passes before a step add up in fp32, in memory of their own.
@@ -32,6 +33,7 @@ class Holding(enum.Enum):
     NOTHING = "nothing"
     LANDING = "landing"
     LANDED = "landed"
+    USED = "used"
     LOST = "lost"
 
 
@@ -68,6 +70,11 @@ class LandingPlace:
         self.check()
         if self.holding is Holding.NOTHING:
             raise RuntimeError(f"group {self._group.name} holds no reduced gradient: run backward first")
+        if self.holding is Holding.USED:
+            raise RuntimeError(
+                f"the gradient of group {self._group.name} is gone: update_in_backward=True has used it, and Plan(grads="
+                "'transient') keeps none. To look at gradients, or to change them, use Plan(grads='auto')"
+            )
         return self._source()
 
     def _source(self) -> Store | torch.Tensor:
@@ -86,7 +93,8 @@ class LandingPlace:
         """LANDING to LANDED."""
         if self.landing is not None:
             self.landing.wait()
-            self.landing, self.holding = None, Holding.LANDED
+            self.landing = None
+            self.holding = Holding.LANDED if self.holding is Holding.LANDING else self.holding
 
     def take_flat(self) -> MemoryBlock | None:
         """Gives out the flat buffer, if there is one here, for a further pass."""
@@ -107,6 +115,9 @@ class LandingPlace:
         with suppress(Exception):  # nobody wants it any more
             self.await_landing()
 
+    def let_go(self) -> None:
+        """LANDING or LANDED to USED: an update that is under way is the last to read it."""
+
     def clear(self) -> None:
         """Holds nothing any more."""
         self.holding, self.landing, self.square_sum = Holding.NOTHING, None, None
@@ -121,9 +132,10 @@ class OnDevice(LandingPlace):
     """Lands at once: as the memory it was reduced into, or, with ``keep_flat`` (stages 0 and 1), in the flat buffer, which then
     stays. A further pass moves it into fp32 memory of its own."""
 
-    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, *, keep_flat: bool) -> None:
+    def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype, *, keep_flat: bool, transient: bool = False) -> None:
         super().__init__(group, tiers, dtype)
         self._keep_flat = keep_flat
+        self._transient = transient
         self._value: torch.Tensor | None = None
         self._beside: list[Segment] | None = None
         self._block: MemoryBlock | None = None
@@ -171,6 +183,11 @@ class OnDevice(LandingPlace):
     def growth_bytes(self) -> int:
         grows = self._value is not None and self._value.dtype.itemsize < 4
         return self._group.own_numel * 4 if grows else 0
+
+    def let_go(self) -> None:
+        if self._transient:
+            self.clear()
+            self.holding = Holding.USED
 
     def clear(self) -> None:
         super().clear()

@@ -26,6 +26,8 @@ CHUNK_ELEMENTS = 1 << 20
 CHUNKS_IN_FLIGHT = 6
 RING_SLOTS = 4
 RING_SLOT_BYTES = 8 << 20
+TRANSIENT_GRADIENTS = 3
+"""Of those that are not kept, on the host at once: one lands, one waits, one is used."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class Sizes:
     """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
     master_bytes: int = 0
     """What the master takes beside the parameters: a part of ``state_bytes``."""
+    transient_bytes: int = 0
+    """What the gradient takes while it waits for its update, where it is not kept (then ``grad_bytes`` is 0)."""
+
+    @property
+    def landing_bytes(self) -> int:
+        """What goes to where the update runs, of one pass."""
+        return self.grad_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True)
@@ -188,18 +197,25 @@ def ring_slot_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
 
 
 def host_working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """What comes and goes on the host because of the disk: chunks under update, the rings between disk and device, and one
-    group's largest state while it is looked at whole."""
+    """What comes and goes on the host: gradients that are not kept and, because of the disk, chunks under update, the rings
+    between disk and device, and one group's largest state while it is looked at whole."""
+    passing = transient_bytes(sizes, homes)
     on_disk = [(size, home) for size, home in zip(sizes, homes, strict=True) if home.on_disk]
     if not on_disk:
-        return 0
+        return passing
     elements = chunk_elements(sizes, homes)
-    total = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in on_disk)
+    total = passing + CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in on_disk)
     crossings = {"params" for _, home in on_disk if home.params == "disk"} | {
         "grads" for _, home in on_disk if home.grads == "disk"
     }
     total += len(crossings) * RING_SLOTS * ring_slot_bytes(sizes, homes)
     return total + max(8 * size.own_numel for size, _ in on_disk)
+
+
+def transient_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
+    """Host memory that gradients go through which are not kept."""
+    on_host = (size.transient_bytes for size, home in zip(sizes, homes, strict=True) if home.tier == "host")
+    return TRANSIENT_GRADIENTS * max(on_host, default=0)
 
 
 def chunk_bytes(size: Sizes, home: Home, elements: int) -> int:
@@ -225,7 +241,8 @@ def place(
     homes = _near_replicas(sizes, homes, device_budget_bytes)  # first: what lies on the device takes nothing of the host
     for goal in (SPILLED, HOST):  # first everyone's parameters and gradients, then optimizer state
         homes = _climb_together(sizes, ladders, homes, goal, host_budget_bytes)
-    return _keep_masters(sizes, ladders, homes, host_budget_bytes)
+    homes = _keep_masters(sizes, ladders, homes, host_budget_bytes)
+    return [replace(home, grads="host") if plan.transient and home.grads == "disk" else home for home in homes]
 
 
 def _near_replicas(sizes: Sequence[Sizes], homes: list[Home], budget_bytes: int | None) -> list[Home]:
@@ -317,7 +334,7 @@ def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:
 
 def _ladder(trainable: bool, plan: Plan) -> list[Home]:
     """The homes that the plan allows a group, the fastest first. One entry: the plan leaves no choice."""
-    params, states, grads = plan.params, plan.optimizer, plan.grads
+    params, states, grads = plan.params, plan.optimizer, "auto" if plan.transient else plan.grads
     if not trainable:
         states, grads = params, "auto"
     elif states == "auto" and params != "auto":

@@ -112,7 +112,7 @@ class SimulatedGradient:
         """The sum goes to the tier where the update reads it, and is added there to what landed before."""
         rank, size, index, again = self._rank, self.group.size, self.group.index, self.passes > 0 and not self._piece
         rates = rank.pace.ceilings
-        landed = rank.submit(LAND, size.grad_bytes / rates.device_to_host_bytes_per_s, [after], f"land {index}")
+        landed = rank.submit(LAND, size.landing_bytes / rates.device_to_host_bytes_per_s, [after], f"land {index}")
         wide_bytes = size.grad_bytes + size.widening_bytes
         if self.group.home.grads == "disk":
             if again:

@@ -1,0 +1,209 @@
+"""``Plan(grads="transient")``: each gradient is used during backward and not kept. The bits are those of kept gradients."""
+
+import pytest
+import torch
+from early_tools import DEVICE, HOST, backward, build, on_disk, outcome
+from torch import nn
+
+import unwall
+from unwall.optim.updates import drain
+from unwall.plans import Plan, PlanError
+from unwall.tiers.ledger import BudgetError
+
+WIDTH = 64
+NUMEL = 124_928
+"""Of the model, with what pads its groups."""
+
+
+def start(plan, **options):
+    model = build()
+    unwall.shard(model, Plan(**plan))
+    return model, unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True, **options)
+
+
+def steps(model, optimizer, count, first=0):
+    for seed in range(first, first + count):
+        backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(plan, **options):
+    model, optimizer = start(plan, **options)
+    steps(model, optimizer, 4)
+    return outcome(model, optimizer), unwall.stats(model)
+
+
+def places(folder):
+    yield "device", DEVICE
+    yield "host", HOST
+    yield "states on disk", {"params": "host", "optimizer": "disk", "disk": folder}
+    yield "disk", on_disk(folder)
+    yield "device and host", {"device_bytes": 600_000}
+    yield "device, host and disk", {"device_bytes": 600_000, "host_bytes": 700_000, "disk": folder}
+
+
+@pytest.mark.parametrize("states", ["exact", "lean"])
+def test_the_bits_are_those_of_kept_gradients(tmp_path, states):
+    expected, _ = trained({**DEVICE, "states": states})
+    for name, place in places(tmp_path):
+        got, stats = trained({**place, "grads": "transient", "states": states})
+        assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], name
+        for tier in stats.tiers.values():
+            assert tier.budget_bytes is None or tier.peak_bytes <= tier.budget_bytes, name
+
+
+def test_nothing_is_kept_of_them():
+    model, optimizer = start({**HOST, "grads": "transient"})
+    own = [group.own_numel for group in unwall.api.engine(model).groups]
+    assert sum(own) == NUMEL
+    steps(model, optimizer, 3)
+    drain()
+    assert unwall.stats(model).tiers["host"].peak_bytes <= 12 * NUMEL + 3 * 2 * max(own)
+    model, optimizer = start({**DEVICE, "grads": "transient"})
+    steps(model, optimizer, 2)
+    backward(model, 5)
+    assert unwall.stats(model).tiers["device"].live_bytes <= 12 * NUMEL + 20_000
+
+
+def test_a_larger_model_fits():
+    least = {**HOST, "host_bytes": 13 * NUMEL}
+    with pytest.raises(PlanError, match="does not fit"):
+        start(least)
+    _, stats = trained({**least, "grads": "transient"})
+    assert stats.tiers["host"].peak_bytes <= 13 * NUMEL
+
+
+@pytest.mark.parametrize("place", [DEVICE, HOST])
+def test_looking_at_one_says_where_it_went(place):
+    model, optimizer = start({**place, "grads": "transient"})
+    backward(model, 0)
+    drain()
+    for look in (
+        lambda: model[2][0].weight.grad.sum(),
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: optimizer.clip_grad_norm_(1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r"gone: update_in_backward=True has used it.*Plan\(grads='auto'\)"):
+            look()
+    optimizer.step()
+    steps(model, optimizer, 1, first=1)
+
+
+@pytest.mark.parametrize("place", [DEVICE, HOST])
+def test_a_second_backward_before_the_step_is_refused_and_nothing_is_lost(place):
+    expected = trained({**place, "grads": "transient"})[0]
+    model, optimizer = start({**place, "grads": "transient"})
+    steps(model, optimizer, 3)
+    backward(model, 3)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        backward(model, 4)
+    optimizer.step()
+    optimizer.zero_grad()
+    got = outcome(model, optimizer)
+    assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
+
+
+def test_whoever_would_use_them_at_the_step_is_refused():
+    model = build()
+    unwall.shard(model, Plan(**HOST, grads="transient"))
+    for make in (
+        lambda: unwall.AdamW(model.parameters()),
+        lambda: unwall.wrap(torch.optim.SGD(model.parameters(), lr=0.1)),
+    ):
+        with pytest.raises(ValueError, match="update_in_backward=True"):
+            make()
+
+
+def test_without_an_optimizer_they_are_kept_as_far_as_there_is_room():
+    model = build()
+    unwall.shard(model, Plan(**HOST, grads="transient"))
+    ledger = unwall.api.engine(model).tiers.host.ledger
+    ledger.budget_bytes = ledger.live_bytes + 4 * 2 * 10_240  # four gradients
+    with pytest.raises(BudgetError) as found:
+        backward(model, 0)
+    assert "update_in_backward=True" in "".join(found.value.__notes__)
+    ledger.budget_bytes = None
+    model.zero_grad()
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        backward(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"passes": 2}, "passes=1"),
+        ({"compute_dtype": torch.float16}, "torch.bfloat16"),
+        ({"grads": "transitory"}, "auto, device, host, disk, transient"),
+    ],
+)
+def test_what_does_not_go_with_it(options, message):
+    with pytest.raises(PlanError, match=message):
+        Plan(**{"grads": "transient", **options})
+
+
+def test_moving_keeps_it_as_it_is(tmp_path):
+    model, optimizer = start({**HOST, "grads": "transient"})
+    steps(model, optimizer, 2)
+    with pytest.raises(PlanError, match="shard it anew"):
+        unwall.move(model, Plan(**HOST))
+    unwall.move(model, Plan(**on_disk(tmp_path), grads="transient"))
+    steps(model, optimizer, 2, first=2)
+    expected, got = trained({**HOST, "grads": "transient"})[0], outcome(model, optimizer)
+    assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
+
+
+class Twice(nn.Module):
+    """Its weight is read again by a node that autograd runs after its gradient is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.linear(x @ self.linear.weight.detach())
+
+
+@pytest.mark.parametrize("grads", ["auto", "transient"])
+def test_parameters_that_are_read_after_their_update_on_the_device(grads):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice())
+    unwall.shard(model, Plan(**DEVICE, grads=grads))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+    if grads == "auto":
+        steps_of(model, optimizer)
+        return
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed"):
+        steps_of(model, optimizer)
+
+
+def steps_of(model, optimizer):
+    for _ in range(2):
+        model(torch.randn(4, WIDTH)).float().square().mean().backward()
+        optimizer.step()
+
+
+def test_shared_and_frozen_parameters_and_tiles(tmp_path):
+    def run(plan):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"embed": nn.Embedding(50, WIDTH), "body": build(), "head": nn.Linear(WIDTH, 50, bias=False)})
+        model["body"] = model["body"][:6]
+        model["head"].weight = model["embed"].weight
+        model["body"][2].requires_grad_(False)
+        forward = lambda ids: model["head"](model["body"](model["embed"](ids)))  # noqa: E731
+        model.forward = forward
+        unwall.shard(model, Plan(**plan))
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randint(0, 50, (8,))).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return outcome(model, optimizer)
+
+    expected = run(DEVICE)
+    for name, place in places(tmp_path):
+        for tiles in (None, 4):
+            got = run({**place, "grads": "transient", "tiles": tiles})
+            assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], (name, tiles)
