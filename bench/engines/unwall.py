@@ -10,7 +10,7 @@ import torch
 from bench.engines import Job, Running, require, version_of
 from bench.workload import ADAMW, VARIANTS, build, initial
 
-_OPTIMIZER = ("update_in_backward", "speculate", "states")
+_OPTIMIZER = ("update_in_backward", "speculate")
 
 
 def start(job: Job) -> Running:

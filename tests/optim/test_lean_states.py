@@ -236,7 +236,7 @@ def test_rare_rows_learn_as_with_exact_states():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_on_an_accelerator():
-    """The update on the device is made of torch operations, each rounded as the native kernel rounds it."""
+    """Whatever updates on the device rounds as the native kernel does. See test_lean_device.py."""
     results = []
     for plan in (DEVICE, HOST):
         model, optimizer = start(plan, states="lean", max_grad_norm=1.0)

@@ -1,6 +1,7 @@
 """The engine on an accelerator. Run on a GPU machine: ``PYTHONPATH=src python3 -m pytest tests/runtime/test_gpu.py -m gpu``."""
 
 import copy
+import threading
 import time
 
 import pytest
@@ -252,30 +253,39 @@ def test_an_update_with_a_way_back_waits_for_its_gradient_and_for_no_later_compu
     unwall.shard(model, Plan(**host, host_bytes=stats.tiers["host"].live_bytes + int(2.13 * numel) + 20_000))
     optimizer = unwall.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1e6)
     generator = torch.Generator().manual_seed(1)
-    slept = torch.cuda.Event()
+    seen = []
 
     def sleep(_):
+        begun = optimizer.ahead.ready + optimizer.ahead.under_way
         torch.cuda._sleep(int(8e9))  # four seconds or more
+        slept = torch.cuda.Event()
         slept.record()
 
+        def look():  # backward itself may wait for the device
+            while optimizer.ahead.ready < begun and not slept.query():
+                time.sleep(0.001)
+            seen.append((begun, slept.query()))
+
+        looker.append(threading.Thread(target=look))
+        looker[0].start()
+
+    looker = []
     for step in range(FIRST_STEP + 12):
-        handle = None
         last = step == FIRST_STEP + 11
         if last:
             handle = model.blocks[1].register_forward_hook(lambda _, __, y: y.register_hook(sleep) and None)
         y = model(torch.randn(64, WIDTH, generator=generator).cuda())
-        if handle is not None:
+        if last:
             handle.remove()
         y.float().square().mean().backward()
-        if last:
-            break
         drain()
+        if last:
+            looker[0].join()
         optimizer.step()
         optimizer.zero_grad()
-    while optimizer.ahead.ready < 4 and not slept.query():
-        time.sleep(0.001)
-    assert not slept.query(), f"{optimizer.ahead} when the device had gone on"
-    optimizer.step()
+    [(begun, had_gone_on)] = seen
+    assert begun >= 4
+    assert not had_gone_on, "the updates of what had its gradient ended while the device was still asleep"
     assert unwall.stats(model).speculated.in_place > 0
 
 

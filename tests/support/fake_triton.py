@@ -1,5 +1,5 @@
-"""As much of Triton as the kernels of shards/compress_triton.py need, with tensors of the host: their arithmetic can be compared
-where there is no accelerator. Whether Triton compiles them is for the gpu tests."""
+"""As much of Triton as the kernels of shards/compress_triton.py and optim/triton_lean.py need, with tensors of the host: their
+arithmetic can be compared where there is no accelerator. Whether Triton compiles them is for the gpu tests."""
 
 import importlib.util
 import sys
@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-import unwall.shards
+import unwall
 
+COMPRESS = Path(unwall.__file__).parent / "shards/compress_triton.py"
+LEAN = Path(unwall.__file__).parent / "optim/triton_lean.py"
 WRAPS = 1 << 32
 state = {"program": (0, 0)}
 
@@ -19,6 +21,10 @@ class Value:
 
     def __init__(self, data, kind=None):
         self.data, self.kind = torch.as_tensor(data), kind or torch.as_tensor(data).dtype
+
+    @property
+    def dtype(self):
+        return self.kind
 
     def to(self, kind, bitcast=False):
         if kind == "uint32":
@@ -65,15 +71,15 @@ for symbol in ("add", "sub", "mul", "and", "or", "xor", "lshift", "rshift", "flo
 
 class Pointer:
     def __init__(self, flat, at=0):
-        self.flat, self.at = flat, at
+        self.flat, self.at = flat.view(-1), at
         self.dtype = types.SimpleNamespace(element_ty=flat.dtype)
 
     def __add__(self, other):
         return Pointer(self.flat, self.at + plain(other))
 
 
-def load(pointer, mask, other):
-    at, inside = torch.broadcast_tensors(pointer.at, plain(mask))
+def load(pointer, mask=True, other=0):
+    at, inside = torch.broadcast_tensors(torch.as_tensor(pointer.at), torch.as_tensor(plain(mask)))
     return Value(
         torch.where(inside, pointer.flat[torch.where(inside, at, 0)], torch.as_tensor(other, dtype=pointer.flat.dtype))
     )
@@ -105,7 +111,8 @@ class Kernel:
             given = [Pointer(each) if isinstance(each, torch.Tensor) else Value(each) if isinstance(each, int) else each
                      for each in arguments]  # fmt: skip
             given = [int(each.data) if name == "pieces" else each for each, name in zip(given, names(self.body), strict=False)]
-            for state["program"] in [(x, y) for y in range(grid[1]) for x in range(grid[0])]:
+            columns, rows = (*grid, 1)[:2]
+            for state["program"] in [(x, y) for y in range(rows) for x in range(columns)]:
                 self.body(*given, **constants)
 
         return launch
@@ -121,28 +128,30 @@ def jit(body=None, **options):
 
 def language():
     made = types.ModuleType("triton.language")
-    made.constexpr, made.load, made.store, made.where = object(), load, store, where
+    made.constexpr, made.load, made.store, made.where = plain, load, store, where
     made.float32, made.int32, made.int64, made.int8, made.uint32 = torch.float32, torch.int32, torch.int64, torch.int8, "uint32"
+    made.int16, made.bfloat16 = torch.int16, torch.bfloat16
     made.program_id = lambda axis: Value(state["program"][axis])
     made.arange = lambda first, end: Value(torch.arange(first, end, dtype=torch.int32))
     made.full = lambda shape, value, dtype: Value(torch.full(shape, value, dtype=dtype))
     made.zeros = lambda shape, dtype: Value(torch.zeros(shape, dtype=dtype))
     made.floor = lambda value: Value(value.data.floor())
     made.max = lambda value, axis: Value(value.data.amax(axis))
+    made.sum = lambda value, axis: Value(value.data.sum(axis, dtype=value.data.dtype))
     made.maximum = lambda first, second: Value(first.data.clamp(min=plain(second)))
     made.minimum = lambda first, second: Value(first.data.clamp(max=plain(second)))
     made.div_rn = lambda first, second: Value(first.data / second.data)
+    made.sqrt_rn = lambda value: Value(value.data.double().sqrt().float())
     return made
 
 
-def kernels(monkeypatch):
-    """The module of the kernels, imported with this in the place of Triton."""
+def kernels(monkeypatch, path=COMPRESS):
+    """A module of kernels, imported with this in the place of Triton."""
     made = types.ModuleType("triton")
     made.jit, made.language, made.cdiv = jit, language(), lambda first, second: -(-first // second)
     monkeypatch.setitem(sys.modules, "triton", made)
     monkeypatch.setitem(sys.modules, "triton.language", made.language)
-    path = Path(unwall.shards.__file__).with_name("compress_triton.py")
-    spec = importlib.util.spec_from_file_location("compress_triton_tried", path)
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_tried", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,11 +1,13 @@
 """Lean states in torch operations: what their bytes mean, on any device. See [Note: lean format] in native/cpp/lean_impl.hpp.
 
-The update of host memory is native; this is how states become fp32 and fp32 becomes states (state dicts, checkpoints), and the
-update where the native one cannot run. All of it gives the bits of the native kernel.
+The update of host memory is native, that of an accelerator Triton's; this is how states become fp32 and fp32 becomes states
+(state dicts, checkpoints), and the update where neither can run. All of it gives the bits of the native kernel.
 """
 
+import ctypes
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -28,6 +30,38 @@ _ROOT_REBIAS = 112 << 23
 _RATIO_REBIAS = 123 << 23
 _WORD = 0xFFFFFFFF
 _NEAREST = 1 << (_SHIFT - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeanNumbers:
+    """The constants of a step, rounded to fp32 as those of the native kernel are."""
+
+    key: int
+    """Of the random bits: 32 bits without a sign."""
+    grad_scale: float
+    beta1: float
+    weight1: float
+    beta2: float
+    weight2: float
+    unbias: float
+    eps: float
+    keep: float
+    rate: float
+
+    @staticmethod
+    def of(step: AdamWStep) -> "LeanNumbers":
+        return LeanNumbers(
+            key=(step.step * 0x27D4EB2F) & _WORD,
+            grad_scale=_f32(step.grad_scale),
+            beta1=_f32(step.beta1),
+            weight1=_f32(1 - step.beta1),
+            beta2=_f32(step.beta2),
+            weight2=_f32(1 - step.beta2),
+            unbias=_f32(1 / math.sqrt(1 - step.beta2**step.step)),
+            eps=_f32(step.eps),
+            keep=_f32(1 - step.lr * step.weight_decay),
+            rate=_f32(step.lr / (1 - step.beta1**step.step)),
+        )
 
 
 def read_moments(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,11 +106,12 @@ def lean_update(
 ) -> None:
     """One AdamW step in place, with the bits of the native kernel. ``moments`` holds whole blocks. ``factor``: multiplies the
     gradients on top of ``step.grad_scale``."""
+    numbers = LeanNumbers.of(step)
     for piece in _pieces(half.numel()):
         numel = half[piece].numel()
         param = join(half[piece], remainder[piece])
         raw = grad[piece].float()
-        _update_piece(half[piece], remainder[piece], moments[piece], _padded(param), _padded(raw), numel, step, factor)
+        _update_piece(half[piece], remainder[piece], moments[piece], _padded(param), _padded(raw), numel, numbers, factor)
 
 
 def _update_piece(
@@ -86,24 +121,22 @@ def _update_piece(
     param: torch.Tensor,
     raw: torch.Tensor,
     numel: int,
-    step: AdamWStep,
+    numbers: LeanNumbers,
     factor: torch.Tensor | None,
 ) -> None:
     root, ratio = _unpack(moments)
-    key = (step.step * 0x27D4EB2F) & _WORD
-    noise = _mixed(((_bits(param) * 0x9E3779B1) & _WORD) + (_bits(raw) ^ key) & _WORD)
-    g = raw * _f32(step.grad_scale)
+    noise = _mixed(((_bits(param) * 0x9E3779B1) & _WORD) + (_bits(raw) ^ numbers.key) & _WORD)
+    g = raw * numbers.grad_scale
     if factor is not None:
         g = g * factor
-    m = _f32(step.beta1) * (ratio * root) + _f32(1 - step.beta1) * g
-    v = _f32(step.beta2) * (root * root) + _f32(1 - step.beta2) * g * g
+    m = numbers.beta1 * (ratio * root) + numbers.weight1 * g
+    v = numbers.beta2 * (root * root) + numbers.weight2 * g * g
     root = _sqrt(v)
-    unbias, rate = 1 / math.sqrt(1 - step.beta2**step.step), step.lr / (1 - step.beta1**step.step)
     bounded = torch.where(root < _MOST_ROOT, root, _MOST_ROOT)
-    below = bounded * _f32(unbias) + _f32(step.eps)
+    below = bounded * numbers.unbias + numbers.eps
     product = bounded * below
     shared = m / torch.where(product > _LEAST_PRODUCT, product, _LEAST_PRODUCT)
-    param = param * _f32(1 - step.lr * step.weight_decay) - _f32(rate) * (bounded * shared)
+    param = param * numbers.keep - numbers.rate * (bounded * shared)
     ratio = below * shared
     moments.copy_(_pack(root, ratio, noise))
     bits = torch.where(param.isnan(), (_bits(param) & 0x80000000) | 0x7FC00000, _bits(param))
@@ -182,7 +215,7 @@ def _float(bits: int) -> float:
 
 def _f32(value: float) -> float:
     """Rounded as a constant of the native kernel is."""
-    return float(torch.tensor(value, dtype=torch.float32))
+    return ctypes.c_float(value).value
 
 
 def _ratio_mask(lanes: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from unwall.shards.squares import SquareSum, add_measured
+from unwall.shards.squares import SquareSum
 from unwall.tiers.workers import shared_pool
 
 
@@ -16,13 +16,23 @@ def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch
     the order of the pieces alone.
     """
     measured = [piece if piece.dim() == 0 else SquareSum(piece, shared_pool) for piece in pieces]
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for entry in measured:
-        if isinstance(entry, SquareSum):
-            entry.add_to(total)
-        else:
-            add_measured(entry, total)
-    return total
+    found = [entry.result() if isinstance(entry, SquareSum) else entry for entry in measured]
+    if any(isinstance(entry, torch.Tensor) and entry.is_cuda for entry in found):
+        return _on_device([entry if isinstance(entry, torch.Tensor) else torch.tensor(entry[0]) for entry in found], device)
+    total, nonfinite = 0.0, 0
+    for entry in found:
+        if isinstance(entry, torch.Tensor):
+            value = float(entry)
+            entry = value, 0 if math.isfinite(value) else 1
+        total, nonfinite = total + entry[0], nonfinite + entry[1]
+    return torch.tensor([total, float(nonfinite)], dtype=torch.float64, device=device)
+
+
+def _on_device(sums: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The same of sums of squares, with a few launches for all of them. Nothing is waited for. In one order, wherever they were
+    measured."""
+    every = torch.stack([value.to(device, torch.float64) for value in sums])
+    return torch.stack([every.sum(), (~every.isfinite()).sum(dtype=torch.float64)])
 
 
 def total_powers(pieces: Iterable[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:

@@ -324,7 +324,7 @@ class Engine:
         gradient.drop_pending(slots)
         if not gradient.present and not gradient.pending:
             gradient.clear()
-            if not any(other.present or other.pending for other in self.gradients):
+            if self.loss_scale != 1.0 and not any(other.present or other.pending for other in self.gradients):
                 self.loss_scale = 1.0
         else:
             gradient.forget(slots)

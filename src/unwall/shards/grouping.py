@@ -14,6 +14,8 @@ GROUPS_WANTED = 16
 GROUP_BYTES_MAX = 512 << 20
 """Large enough that links and collectives run at full speed, small enough for several to be in flight."""
 GROUP_BYTES_MIN = 16 << 10
+GROUP_BYTES_STAYING = 4 << 20
+"""The same where nothing has to leave the device: what a group costs in Python and launches is more than it takes."""
 BUDGET_SHARE = 8
 """A group takes at most this fraction of ``device_bytes``: one in use, its gradients, the next ones on their way."""
 
@@ -56,9 +58,10 @@ class Unit:
         return self.entries[0].part is not None
 
 
-def group_bytes(total_bytes: int, budget_bytes: int | None) -> int:
-    """How large a group may become."""
-    limit = min(max(total_bytes // GROUPS_WANTED, GROUP_BYTES_MIN), GROUP_BYTES_MAX)
+def group_bytes(total_bytes: int, budget_bytes: int | None, stays: bool = False) -> int:
+    """How large a group may become. ``stays``: on the device, as far as one can tell."""
+    least = GROUP_BYTES_STAYING if stays else GROUP_BYTES_MIN
+    limit = min(max(total_bytes // GROUPS_WANTED, least), GROUP_BYTES_MAX)
     return limit if budget_bytes is None else max(1, min(limit, budget_bytes // BUDGET_SHARE))
 
 

@@ -85,7 +85,7 @@ def plan_groups(
     ``wanted``: which parameters to group, where it is not all of them (but those that the plan ignores). ``most_params``: in
     one group."""
     entries = _entries(model, plan, cuts)
-    limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes)
+    limit = group_bytes(sum(entry.nbytes for entry in entries), plan.budget_device_bytes, _stays(plan, world_size))
     limit = limit if limit_bytes is None else min(limit, limit_bytes)
     units = build_groups(model, [entry for entry in entries if wanted(entry)], limit)
     if most_params is not None:
@@ -93,10 +93,16 @@ def plan_groups(
     return _laid_out(model, units, world_size)
 
 
+def _stays(plan: Plan, world_size: int) -> bool:
+    """Whether nothing says that states should lie elsewhere than on the one device there is."""
+    free = plan.params == plan.optimizer == "auto" and plan.device_bytes is None and plan.host_bytes is None
+    return world_size == 1 and free
+
+
 class Groupings:
     """The groups of one model under any budget. See [Note: each grouping once].
 
-    Of the plan only dtypes and what it ignores count."""
+    Of the plan only dtypes, what it ignores, and whether it names tiers or budgets count."""
 
     def __init__(self, model: nn.Module, plan: Plan, world_size: int) -> None:
         self._model, self._plan, self._world_size = model, plan, world_size
@@ -111,7 +117,8 @@ class Groupings:
         if cuts not in self._entries:
             self._entries[cuts] = _entries(self._model, self._plan, cuts)
         entries, known = self._entries[cuts], self._found.setdefault(cuts, [])
-        most = group_bytes(sum(entry.nbytes for entry in entries), budget_bytes)
+        stays = budget_bytes is None and _stays(self._plan, self._world_size)
+        most = group_bytes(sum(entry.nbytes for entry in entries), budget_bytes, stays)
         most = most if limit_bytes is None else min(most, limit_bytes)
         for low, high, planned in known:
             if low <= most <= high:

@@ -25,29 +25,19 @@ class SquareSum:
             norm = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)).double()
             self._measured = norm * norm
 
-    def add_to(self, total: torch.Tensor) -> None:
-        """Adds ``[sum of squares, count of elements that are not finite]``. Waits for the workers."""
-        if isinstance(self._measured, torch.Tensor):
-            add_measured(self._measured, total)
-            return
-        ticket, result = self._measured
-        ticket.wait()
-        total[0] += result.sum
-        total[1] += result.nonfinite
-
-    def tensor(self) -> torch.Tensor:
-        """The sum alone, in float64, without dimensions. Waits for the workers."""
+    def result(self) -> torch.Tensor | tuple[float, int]:
+        """Waits for the workers: the sum, and how many elements are not finite. Of what is queued on the device the sum alone,
+        in float64, without dimensions."""
         if isinstance(self._measured, torch.Tensor):
             return self._measured
         ticket, result = self._measured
         ticket.wait()
-        return torch.tensor(result.sum, dtype=torch.float64)
+        return result.sum, result.nonfinite
 
-
-def add_measured(square_sum: torch.Tensor, total: torch.Tensor) -> None:
-    """Adds a sum of squares that was measured earlier (``SquareSum.tensor``), as ``SquareSum.add_to`` does."""
-    total[0] += square_sum
-    total[1] += (~square_sum.isfinite()).double()
+    def tensor(self) -> torch.Tensor:
+        """The sum alone, in float64, without dimensions. Waits for the workers."""
+        found = self.result()
+        return found if isinstance(found, torch.Tensor) else torch.tensor(found[0], dtype=torch.float64)
 
 
 def counted_part(own: torch.Tensor, group: Group, rank: int) -> torch.Tensor:
