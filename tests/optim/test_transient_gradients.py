@@ -4,6 +4,7 @@ import pytest
 import torch
 from early_tools import DEVICE, HOST, backward, build, on_disk, outcome
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unwall
 from unwall.optim.updates import drain
@@ -152,6 +153,36 @@ def test_moving_keeps_it_as_it_is(tmp_path):
     steps(model, optimizer, 2, first=2)
     expected, got = trained({**HOST, "grads": "transient"})[0], outcome(model, optimizer)
     assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
+
+
+class Recomputed(nn.Module):
+    """Its blocks are used in backward, too, so they are updated while a pass uses them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(build()[:6])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_updates_on_the_device_are_not_taken_for_writes_of_the_users():
+    results, seen = [], []
+    for grads in ("auto", "transient"):
+        model = Recomputed()
+        unwall.shard(model, Plan(**DEVICE, grads=grads))
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+        for group in unwall.api.engine(model).groups if grads == "transient" else ():
+            group.faces.written = seen.append
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(16, 64)).float().square().mean().backward()
+            optimizer.step()
+        results.append(outcome(model, optimizer))
+    assert [name for name in results[0] if not torch.equal(results[0][name], results[1][name])] == []
+    assert seen == []
 
 
 class Twice(nn.Module):

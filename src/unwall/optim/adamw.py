@@ -5,7 +5,6 @@ import weakref
 from typing import Any, Literal
 
 import torch
-from torch.autograd.graph import increment_version
 
 from unwall.native.pool import AdamWStep
 from unwall.optim.adamw_rule import AdamWRule
@@ -153,7 +152,7 @@ class AdamW(ShardedOptimizer):
         group.await_readers()
         for ticket in self.rule.on_device(spans_in_memory(engine, group, stores, runs), 1.0, None):
             ticket.wait()
-        increment_version([param for param in group.params if param.requires_grad])
+        group.faces.updated()
 
     def _refuse_second_backward(self, engine: Engine, index: int) -> None:
         if (id(engine), index) in self._early.applied:

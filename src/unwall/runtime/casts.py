@@ -23,12 +23,17 @@ class Casts:
         self._output_dtype = output_dtype
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not kwargs and len(args) == 1 and type(args[0]) is _TENSOR and args[0].dtype is not self._outside:
+            return args, kwargs  # as most modules are called
         return cast_floats(args, self._outside, self._inside), cast_floats(kwargs, self._outside, self._inside)
 
     def outputs(self, output: Any) -> Any:
         if self._output_dtype is not None:
             return cast_all_floats(output, self._output_dtype)
         return cast_floats(output, self._inside, self._outside) if self._back else output
+
+
+_TENSOR = torch.Tensor
 
 
 def casts_of(engine: Engine, module: nn.Module, own: tuple[nn.Parameter, ...], name: str) -> Casts | None:

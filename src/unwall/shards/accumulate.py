@@ -10,6 +10,10 @@ from unwall.tiers.block import MemoryBlock
 from unwall.tiers.tiers import Tiers
 
 
+COPIED_AT_ONCE_BYTES = 4 << 20
+"""Groups up to this size are filled by one copy of all gradients: they are so small that launches count, not bytes."""
+
+
 class Accumulator:
     """This rank's own gradients of one group: those of the running pass in the flat buffer, in the dtype they travel in, and
     the sum of passes inside ``no_sync`` beside it, in fp32.
@@ -30,6 +34,10 @@ class Accumulator:
         """The flat buffer in the dtype of the gradients."""
         self._strides: dict[int, tuple[torch.Size | None, tuple[int, ...], int]] = {}
         """By slot: the shape of the parameter (None where it lies in several slots), its strides, and where it begins."""
+        self._waits = self.flat_bytes <= COPIED_AT_ONCE_BYTES
+        self._targets: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []
+        """What has arrived, but was not copied to its target yet."""
         self._local: MemoryBlock | None = None
         self._local_slots: set[int] = set()
         """Parameters that have a part in the local sum."""
@@ -59,6 +67,8 @@ class Accumulator:
             raise RuntimeError(f"the gradients of group {self._group.name} are being filled already: end that first")
         self.flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
         self._typed = self.flat.view(self.dtype)
+        if self._waits:
+            self._typed.zero_()  # one launch, where each gap would take one
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) the slot's part of one parameter's gradient into the flat buffer."""
@@ -75,10 +85,21 @@ class Accumulator:
             grad = grad if place.whole else place.range_of(grad.reshape(-1))
             target = flat[place.offset : place.end].view(grad.shape)
         if slot in self.arrived:
+            self._copy_waiting()
             target.add_(grad)
+        elif self._waits:
+            self._targets.append(target)
+            self._grads.append(grad)
         else:
             target.copy_(grad)
         self.arrived.add(slot)
+
+    def _copy_waiting(self) -> None:
+        if self._targets:
+            targets, grads = self._targets, self._grads
+            torch._foreach_copy_(targets, grads)
+            targets.clear()
+            grads.clear()
 
     def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
         """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
@@ -89,6 +110,7 @@ class Accumulator:
     def keep_local(self) -> None:
         """The end of a pass inside ``no_sync``: what arrived is added to the local sum, and the flat buffer is freed."""
         flat = self._filled()
+        self._copy_waiting()
         self._clear_rest(flat)
         if self._local is None:
             self._local = self._tiers.memory("device", flat.numel(), self._wide, self._label)
@@ -99,6 +121,7 @@ class Accumulator:
     def complete(self) -> MemoryBlock:
         """All of this rank's gradients, local sum included, are in the flat buffer now. It stays here until ``handed_over``."""
         flat = self._filled()
+        self._copy_waiting()
         self._clear_rest(flat)
         if self._local is not None:
             flat.copy_(self._local.view(self._wide).add_(flat))
@@ -114,6 +137,7 @@ class Accumulator:
 
     def drop(self, slots: set[int]) -> None:
         """Forgets the gradients of some parameters."""
+        self._copy_waiting()
         self.arrived -= slots
         for slot in self._local_slots & slots:
             assert self._local is not None

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from unwall.shards.layout import Layout
 from unwall.shards.local import is_distributed, local, show
@@ -119,6 +120,15 @@ class Faces:
         if self.is_open and not data.is_inference():
             self._lent.append((slot, data.detach(), data._version))  # shares the counter, and outlives what it counts for
             self.may_be_written(slot)
+
+    def updated(self) -> None:
+        """An update has written the trainable parameters, perhaps while a pass uses them: autograd counts it as a write in place,
+        and it is none of the user's."""
+        before = _versions(self._params)
+        increment_version([param for param in self._params if param.requires_grad])
+        more = [now - then for now, then in zip(_versions(self._params), before, strict=True)]
+        if self._versions:
+            self._versions = [version + further for version, further in zip(self._versions, more, strict=True)]
 
     def may_be_written(self, slot: int) -> None:
         """See [Note: overwritten halves]."""
