@@ -24,10 +24,11 @@ from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence, close_all
-from unwall.shards.local import is_distributed, local_gradient
+from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
 
 _TENSOR = torch.Tensor
+_current_task, _current_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
 
 
 class Backward:
@@ -57,14 +58,16 @@ class Backward:
         self._arriving = arriving
         self._hand_out = hand_out
         self._turn = turn
-        self._awaiting: list[set[int]] = [set() for _ in executor.groups]
-        self.tiles = TileGradients(executor, places, arriving, self._awaiting)
+        self.awaiting: list[set[int]] = [set() for _ in executor.groups]
+        """By group: the slots whose gradients may come."""
+        self.tiles = TileGradients(executor, places, arriving, self.awaiting)
         self._open_calls = [0] * len(executor.groups)
         self._tasks = GraphTasks()
         self._reads: dict[int, tuple[int, set[int]]] = {}
         """By graph task: the node that reads now, or read last, by its number, and the groups it was given tensors of."""
         executor.pins.being_read = self._being_read
-        self._hooked: set[int] = set()
+        self.hooked: set[int] = set()
+        """Parameters (by id) whose gradients come here."""
         self.arrivals = 0
         """Gradients that have come, ever."""
         self.with_graph: set[tuple[Place, ...]] = set()
@@ -75,25 +78,25 @@ class Backward:
 
     def grown(self) -> None:
         """Groups were added."""
-        added = len(self._executor.groups) - len(self._awaiting)
-        self._awaiting += [set() for _ in range(added)]
+        added = len(self._executor.groups) - len(self.awaiting)
+        self.awaiting += [set() for _ in range(added)]
         self._open_calls += [0] * added
 
     def take_gradients_of(self, param: nn.Parameter) -> None:
         """From now on this parameter's gradient comes here (torch allows the hook on trainable parameters only)."""
-        if param.requires_grad and id(param) not in self._hooked:
+        if param.requires_grad and id(param) not in self.hooked:
             param.register_post_accumulate_grad_hook(self._on_gradient)
             if hasattr(
                 param, "grad_dtype"
             ):  # outside a pass a parameter is fp32 and its gradient the compute dtype: any will do
                 param.grad_dtype = None
-            self._hooked.add(id(param))
+            self.hooked.add(id(param))
 
     def expect(self, param: nn.Parameter, places: tuple[Place, ...]) -> None:
         """Forward reads a trainable parameter: its gradient may come."""
         for index, slot in places:
-            self._awaiting[index].add(slot)
-        if id(param) not in self._hooked:  # frozen when the model was sharded, trained now
+            self.awaiting[index].add(slot)
+        if id(param) not in self.hooked:  # frozen when the model was sharded, trained now
             self.take_gradients_of(param)
 
     @property
@@ -103,7 +106,7 @@ class Backward:
 
     def expects(self, index: int) -> bool:
         """Whether gradients of a group may come."""
-        return bool(self._awaiting[index])
+        return bool(self.awaiting[index])
 
     def restart(self) -> None:
         """A pass begins: nothing is left of the last one."""
@@ -147,7 +150,7 @@ class Backward:
         if call.task != task:  # a graph may be used by several backwards
             call.task = task
             for index, slot in call.places:
-                if slot not in self._awaiting[index]:
+                if slot not in self.awaiting[index]:
                     self._await_again(index, slot)
         for index in call.groups:
             self.pin(index)
@@ -169,9 +172,9 @@ class Backward:
 
     def reading(self, index: int) -> None:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
-        task = torch._C._current_graph_task_id()
+        task = _current_task()
         if task != -1:
-            node, known = torch._C._current_autograd_node(), self._reads.get(task)
+            node, known = _current_node(), self._reads.get(task)
             number = -1 if node is None else node._sequence_nr()
             if known is None or known[0] != number:
                 self._reads[task] = number, {index}
@@ -181,7 +184,8 @@ class Backward:
                 with interrupts.deferred:
                     self._note_task()
         executor = self._executor
-        if executor.groups[index].residence is not Residence.RESIDENT or not executor.pins.holds(index):
+        pins = executor.pins
+        if executor.groups[index].residence is not Residence.RESIDENT or not (index in pins.soft or pins.hard[index] > 0):
             with interrupts.deferred:
                 if task != -1:
                     self._note_task()
@@ -189,7 +193,10 @@ class Backward:
 
     def pin(self, index: int) -> None:
         """A group stays resident until its gradients are in, or to the end of the pass, for as long as there is room."""
-        with transforms.outside():
+        if transforms.inside():
+            with transforms.outside():
+                self._executor.pin(index)
+        else:
             self._executor.pin(index)
 
     def _being_read(self) -> set[int]:
@@ -201,7 +208,7 @@ class Backward:
         return found
 
     def _unpin_if_done(self, index: int) -> None:
-        if not self._awaiting[index] and self._open_calls[index] == 0:
+        if not self.awaiting[index] and self._open_calls[index] == 0:
             self._executor.pins.give_up(index)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -211,50 +218,50 @@ class Backward:
         grad = self._take_grad(param)
         if grad is None:
             return
-        if torch._C._current_graph_task_id() not in self._tasks:
+        if _current_task() not in self._tasks:
             self._note_task()
         self.arrivals += 1
         places = self._places[id(param)]
         for index, _ in places:
             self._arriving(index)
-        if grad.is_sparse or type(grad) is not _TENSOR or is_distributed(param):
-            with torch.no_grad():
-                grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
-        if torch.is_grad_enabled():  # with create_graph
+        executor, with_graph = self._executor, torch.is_grad_enabled()
+        if with_graph:
             self.with_graph.add(places)
-            with torch.no_grad():
-                self._take_all(places, grad)
-        else:
+            torch._C._set_grad_enabled(False)  # no context: this runs for each parameter
+        try:
+            if type(grad) is not _TENSOR or grad.is_sparse:  # what is plain is this rank's part, also of a DTensor
+                grad = local_gradient(param, grad.to_dense() if grad.is_sparse else grad)
             for index, slot in places:
-                self._take(index, slot, grad)
-        if self._executor.reduced:
+                gradient, awaited = self._gradients[index], self.awaiting[index]
+                # A rank alone needs no more room for a flat buffer that it fills for the first time since the last step.
+                if gradient.passes or not executor.alone or not gradient.arrived:
+                    self._make_room(index, gradient)
+                gradient.take(slot, grad)
+                if slot not in awaited and slot in gradient.present:
+                    self._await_again(index, slot)
+                if slot in awaited:
+                    awaited.remove(slot)
+                    if not awaited:
+                        if self.sync:
+                            executor.reduce(index)
+                        self._unpin_if_done(index)
+        finally:
+            if with_graph:
+                torch._C._set_grad_enabled(True)
+        if executor.reduced:
             self._hand_out()
 
-    def _take_all(self, places: tuple[Place, ...], grad: torch.Tensor) -> None:
-        for index, slot in places:
-            self._take(index, slot, grad)
-
-    def _take(self, index: int, slot: int, grad: torch.Tensor) -> None:
-        gradient, executor = self._gradients[index], self._executor
+    def _make_room(self, index: int, gradient: Gradient) -> None:
+        executor = self._executor
         if not executor.fits_all and not executor.fits(nbytes := gradient.flat_bytes):
             executor.make_room_before(nbytes, keep=index)
             executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
-        gradient.take(slot, grad)
-        awaited = self._awaiting[index]
-        if slot not in awaited and slot in gradient.present:
-            self._await_again(index, slot)
-        was_last = len(awaited) == 1 and slot in awaited
-        awaited.discard(slot)
-        if was_last:
-            if self.sync:
-                executor.reduce(index)
-            self._unpin_if_done(index)
 
     def _await_again(self, index: int, slot: int) -> None:
         """Several forwards came first, and what the backwards before this one brought comes again."""
         gradient = self._gradients[index]
-        self._awaiting[index] |= (gradient.present | gradient.pending) - gradient.arrived
-        self._awaiting[index].add(slot)
+        self.awaiting[index] |= (gradient.present | gradient.pending) - gradient.arrived
+        self.awaiting[index].add(slot)
 
     def take_tile(self, param: nn.Parameter, place: Place, use: int, write: Write) -> None:
         """A part of a tile's gradient is known: ``write`` puts it into its place."""
@@ -307,8 +314,8 @@ class Backward:
         """A backward begins that adds to what is held. BudgetError, before anything is changed, where the host has no room."""
         if self._host.budget_bytes is None or not any(gradient.present for gradient in self._gradients):
             return
-        again = not any(self._awaiting)  # a graph of an earlier pass: nobody has said what will come
-        pairs = zip(self._gradients, self._awaiting, strict=True)
+        again = not any(self.awaiting)  # a graph of an earlier pass: nobody has said what will come
+        pairs = zip(self._gradients, self.awaiting, strict=True)
         needed = sum(gradient.sum_bytes(gradient.present if again else awaited) for gradient, awaited in pairs)
         for try_again in (True, False):
             free = self._host.free_bytes
@@ -340,7 +347,7 @@ class Backward:
         self.tiles.forget()
         self._executor.pins.clear_soft()
         for index, gradient in enumerate(self._gradients):
-            self._awaiting[index].clear()
+            self.awaiting[index].clear()
             self._open_calls[index] = 0
             if self.sync and gradient.pending:
                 self._executor.reduce(index)

@@ -159,18 +159,18 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, plain)
 
 
-def _buffers(block: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """What ``block.buffers()`` gives, perhaps one of them twice, without making up names for all that is below it."""
-    found = {block}
-    below = [block]
+def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """What ``block.buffers()`` gives, perhaps some of them twice, without making up names for all that is below it."""
+    holders, found, below = [block] if block._buffers else [], {block}, [block]
     while below:
-        module = below.pop()
-        if module._buffers:
-            yield from ((module, name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
-        for child in module._modules.values():
-            if child is not None and child not in found:
-                found.add(child)
-                below.append(child)
+        for child in below.pop()._modules.values():
+            if child is not None:
+                if child._buffers:
+                    holders.append(child)
+                if child._modules and child not in found:  # most have nothing below them
+                    found.add(child)
+                    below.append(child)
+    return [(module, name, buffer) for module in holders for name, buffer in module._buffers.items() if buffer is not None]
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def given_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 def caches_in(kwargs: dict[str, Any]) -> list[Any]:
     """Caches of keys and values that a block is given."""
-    return [kwargs[name] for name in _CACHES if kwargs.get(name) is not None]
+    return [kwargs[name] for name in _CACHES if kwargs.get(name) is not None] if kwargs else []
 
 
 def is_filled(cache: Any) -> bool:

@@ -140,7 +140,8 @@ class Short(Hook):
             return type(self._module)._call_impl(self._module, *args, **kwargs)
         module, forward, covered, enter = self._module, self._forward, self._covered, self._enter
         quiet, covering = forward.quiet, covered.frame
-        before, after = module._forward_pre_hooks, module._forward_hooks
+        own = module.__dict__  # a module's attributes, without asking its ``__getattr__`` for each
+        before, after = own["_forward_pre_hooks"], own["_forward_hooks"]
         if (
             forward.thread != get_ident()
             or module is forward.outermost
@@ -152,12 +153,11 @@ class Short(Hook):
                     and (covered.groups is enter.within or enter.is_covered(covered.groups))
                 )
             )
-            or len(before) != 1
-            or len(after) != 1
             or self._before not in before
             or self._after not in after
-            or module._backward_hooks
-            or module._backward_pre_hooks
+            or len(before) + len(after) != 2
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
             or _before_all
             or _after_all
             or _backward_all

@@ -186,7 +186,7 @@ class Forward:
         mine = self.thread == get_ident()
         if mine and self.quiet:
             self.lookups += 1
-            if param.requires_grad and torch.is_grad_enabled():
+            if param.requires_grad and _is_grad_enabled():
                 self._backward.expect(param, places)
             return
         saved = self.saved
@@ -195,10 +195,16 @@ class Forward:
         frame = self.frames[-1] if self.frames else None
         if mine and frame is not None and frame.covers:
             self.lookups += 1
-            if len(places) == 1 and places[0][0] in self.covered.groups:
-                if param.requires_grad and torch.is_grad_enabled():
-                    self._backward.expect(param, places)
-                    frame.places.add(places[0])
+            place = places[0]
+            index, slot = place
+            if index in self.covered.groups and len(places) == 1:
+                if param.requires_grad and _is_grad_enabled():
+                    backward = self._backward
+                    if id(param) in backward.hooked:  # what ``expect`` does, without a call for each parameter
+                        backward.awaiting[index].add(slot)
+                    else:
+                        backward.expect(param, places)
+                    frame.places.add(place)
                 return
             self.covered.never_again(frame)
         if frame is not None and not mine and torch._C._current_graph_task_id() == -1:
@@ -216,7 +222,8 @@ class Forward:
                 self._backward.reading(place.group)
                 self._executor.groups[place.group].faces.open()
             elif place.group not in frame.groups:
-                self._read(frame, place.group)
+                with interrupts.deferred:
+                    self._read(frame, place.group)
         if param.requires_grad and torch.is_grad_enabled():
             self._backward.expect(param, places)
             if frame is not None:
@@ -283,20 +290,23 @@ class Forward:
         self.long += 1
 
     def _read(self, frame: Frame, index: int) -> None:
+        """Inside ``deferred``."""
         executor = self._executor
-        with interrupts.deferred:
-            if executor.stays[index]:
-                executor.use_staying(index)
-                if executor.lane.watching:
-                    executor.mark(index)
-                    frame.marked.append(index)
-            else:
+        if executor.stays[index]:
+            executor.use_staying(index)
+            if executor.lane.watching:
+                executor.mark(index)
+                frame.marked.append(index)
+        else:
+            if transforms.inside():
                 with transforms.outside():
                     executor.use(index)
-                frame.groups.append(index)
-            faces = executor.groups[index].faces
-            if not faces.is_open:
-                faces.open()
+            else:
+                executor.use(index)
+            frame.groups.append(index)
+        faces = executor.groups[index].faces
+        if not faces.is_open:
+            faces.open()
 
     def _hand_up(self, frame: Frame, output: Any) -> None:
         """A call may return a view of a parameter: then whoever called it reads the group, too."""
@@ -331,9 +341,10 @@ class Forward:
     def _has_frozen(self, index: int) -> bool:
         known = self._frozen.get(index)
         if known is None:
-            known = self._frozen[index] = not all(param.requires_grad for param in self._executor.groups[index].params)
+            known = self._frozen[index] = False in [param.requires_grad for param in self._executor.groups[index].params]
         return known
 
 
+_is_grad_enabled = torch.is_grad_enabled
 _OVERLOOKED = -1
 """Whose calls they are that ended with an interrupt, once the thread that watches has seen it."""

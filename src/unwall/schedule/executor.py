@@ -71,9 +71,9 @@ class Executor(Room[AnyGroup, AnyGradient]):
 
     def use(self, index: int) -> None:
         """Makes a group resident and pins it; then works ahead. Raises, and pins nothing, when it cannot be fetched."""
-        new = self.trace.record(index)
-        self.pins.current = index
-        self.pins.add(index)
+        new, group, pins = self.trace.record(index), self.groups[index], self.pins
+        pins.current = index
+        pins.hard[index] += 1
         self._ahead.pop(index, None)
         try:
             if new:
@@ -81,13 +81,13 @@ class Executor(Room[AnyGroup, AnyGradient]):
                 if self._limit is not None:
                     self._limit.used()
                     self._stay_within()
-            if self.groups[index].residence is not Residence.RESIDENT:
+            if group.residence is not Residence.RESIDENT:
                 self._make_resident(index)
             if new:
-                self.lane.enter(self.groups[index].name)
+                self.lane.enter(group.name)
                 self._work_ahead()
         except BaseException as error:
-            self.pins.remove(index)
+            pins.hard[index] -= 1
             self.agreement.fail(error)
             raise
 
@@ -103,17 +103,20 @@ class Executor(Room[AnyGroup, AnyGradient]):
 
     def release(self, index: int) -> None:
         """Takes back the pin of one ``use``."""
-        if not self.pins.is_hard(index):
+        hard = self.pins.hard
+        if hard[index] <= 0:
             raise RuntimeError(f"group {self.groups[index].name} is released, but nothing uses it")
-        self.pins.remove(index)
+        hard[index] -= 1
 
     def pin(self, index: int) -> None:
         """Makes a group resident and pins it softly, unless it is: it stays for as long as there is room."""
-        if self.pins.is_soft(index):
+        pins = self.pins
+        if index in pins.soft:
             self.trace.record(index)
             return
         self.use(index)
-        self.pins.soften(index)
+        pins.hard[index] -= 1
+        pins.soft.add(index)
 
     def unpin_all(self) -> None:
         """Nothing is in use (the start of a pass, or after an exception)."""
@@ -169,7 +172,7 @@ class Executor(Room[AnyGroup, AnyGradient]):
                 return
             if group.undecided or (group.updating and self._ranks == 1):
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
-            if not self._drop_for(group.fetch_bytes + group.transit_bytes, sooner_than=distance):
+            if not self._drop_for(self._fetch_bytes[index] + group.transit_bytes, sooner_than=distance):
                 return
             self.agreement.gather(index, group.near)
             self._ahead[index] = group.gathered_numel

@@ -120,11 +120,13 @@ class Limit:
             others = max(others, found.peak_bytes - max(ours, self._before) - self._base)
         self._peak, self._before = found.peak_bytes, ours
         known, place = self._known.get(self._kind, []), len(self._now)
-        self._most_now = others if not self._now else max(self._most_now, others)
+        most, growth = self._most_now, self._growth
+        self._most_now = others if not self._now else max(most, others)
         self._now.append(others)
         if place < len(known) and others > GROWTH * known[place] > 0:
-            self._growth = max(self._growth, others / known[place])
-        self._decide()
+            self._growth = max(growth, others / known[place])
+        if self._most_now != most or self._growth != growth:
+            self._decide()
 
     def _decide(self) -> None:
         known = self._counted or self._kind in self._known

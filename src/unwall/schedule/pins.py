@@ -7,7 +7,7 @@ what is absent. So where room is short a soft pin is given up, its group is drop
 autograd node that runs now has been given already (``being_read``) stays in any case.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 
 class Pins:
@@ -18,53 +18,40 @@ class Pins:
         """The group that was used last."""
         self.being_read: Callable[[], Collection[int]] = tuple
         """Groups that the running autograd node holds tensors of."""
-        self._hard = [0] * groups
-        self._soft: set[int] = set()
+        self.hard = [0] * groups
+        """How many hard pins each group has."""
+        self.soft: set[int] = set()
+        """Groups with a soft pin."""
 
     def grow(self, groups: int) -> None:
         """There are more groups now."""
-        self._hard += [0] * (groups - len(self._hard))
-
-    def add(self, index: int) -> None:
-        self._hard[index] += 1
-
-    def remove(self, index: int) -> None:
-        """Takes one hard pin back."""
-        self._hard[index] -= 1
-
-    def is_hard(self, index: int) -> bool:
-        return self._hard[index] > 0
+        self.hard += [0] * (groups - len(self.hard))
 
     def is_soft(self, index: int) -> bool:
-        return index in self._soft
+        return index in self.soft
 
     def holds(self, index: int) -> bool:
         """Whether it is pinned in either way."""
-        return index in self._soft or self._hard[index] > 0
-
-    def soften(self, index: int) -> None:
-        """A hard pin becomes the group's soft one."""
-        self._hard[index] -= 1
-        self._soft.add(index)
+        return index in self.soft or self.hard[index] > 0
 
     def give_up(self, index: int) -> None:
         """The soft pin, if there is one, is no more."""
-        self._soft.discard(index)
+        self.soft.discard(index)
 
     def clear_soft(self) -> None:
-        self._soft.clear()
+        self.soft.clear()
 
     def clear(self) -> None:
         """Nothing is in use."""
-        self._hard = [0] * len(self._hard)
-        self._soft.clear()
+        self.hard = [0] * len(self.hard)
+        self.soft.clear()
         self.current = None
 
-    def should_stay(self) -> Callable[[int], bool]:
-        """Whether a group is pinned at all, or was used last."""
-        return lambda index: self._hard[index] > 0 or index in self._soft or index == self.current
+    def should_stay(self, groups: Iterable[int]) -> set[int]:
+        """Those of the groups that are pinned at all, or were used last."""
+        return {index for index in groups if self.hard[index] > 0 or index in self.soft or index == self.current}
 
-    def must_stay(self) -> Callable[[int], bool]:
-        """Whether something reads a group now."""
+    def must_stay(self, groups: Iterable[int]) -> set[int]:
+        """Those that something reads now."""
         read = self.being_read()
-        return lambda index: self._hard[index] > 0 or index in read
+        return {index for index in groups if self.hard[index] > 0 or index in read}

@@ -31,6 +31,8 @@ class Room(Generic[AnyGroup, AnyGradient]):
         self.gradients = gradients
         self.trace = Trace()
         self.pins = Pins(len(groups))
+        self.alone = ranks == 1
+        """There is one rank."""
         self._ledger = ledger
         self._ranks = ranks
         self._limit: Limit | None = None
@@ -43,6 +45,7 @@ class Room(Generic[AnyGroup, AnyGradient]):
 
     def _measure_room(self) -> None:
         """Groups were added, or have other homes."""
+        self._fetch_bytes = [group.fetch_bytes for group in self.groups]
         self._largest_fetch = max(group.fetch_bytes + group.transit_bytes for group in self.groups)
         self._largest_reduce = max(gradient.reduce_bytes for gradient in self.gradients)
 
@@ -118,11 +121,13 @@ class Room(Generic[AnyGroup, AnyGradient]):
 
     def _free_bytes(self) -> int | None:
         """What the budget and the limit leave. None where there is neither."""
-        left, limit = self._ledger.free_bytes, self._limit
+        budget, limit = self._ledger.budget_bytes, self._limit
+        if budget is None and limit is None:
+            return None
+        live = self._ledger.live_bytes
         if limit is None:
-            return left
-        within = limit.nbytes - self._ledger.live_bytes
-        return within if left is None else min(left, within)
+            return None if budget is None else budget - live
+        return limit.nbytes - live if budget is None or limit.nbytes < budget else budget - live
 
     def _find_room(self, nbytes: int) -> bool:
         if self._drop_for(nbytes):
@@ -159,6 +164,7 @@ class Room(Generic[AnyGroup, AnyGradient]):
         self.groups[index].drop()
 
     def _occupants(self, soft: bool = False) -> list[Occupant]:
-        pinned, groups, absent = self.pins.must_stay() if soft else self.pins.should_stay(), self.groups, Residence.ABSENT
+        groups, absent = self.groups, Residence.ABSENT
         self._fetched = {index for index in self._fetched if groups[index].residence is not absent}
-        return [Occupant(index, groups[index].fetch_bytes, pinned(index)) for index in self._fetched]
+        pinned = self.pins.must_stay(self._fetched) if soft else self.pins.should_stay(self._fetched)
+        return [Occupant(index, self._fetch_bytes[index], index in pinned) for index in self._fetched]

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 
@@ -27,13 +28,18 @@ class NextUse(Mapping[int, int]):
         self._at = at
 
     def __getitem__(self, group: int) -> int:
-        places, at = self._places[group], self._at
+        found: int | None = self.get(group)
+        if found is None:
+            raise KeyError(group)
+        return found
+
+    def get(self, group: int, default: Any = None) -> Any:  # the one that Mapping has would catch a KeyError each time
+        places, at = self._places.get(group), self._at
+        if places is None:
+            return default
         if places[-1] < at:
             return places[0] + self._length - at
         return places[bisect_left(places, at)] - at
-
-    def get(self, group: int, default: Any = None) -> Any:  # the one that Mapping has would catch a KeyError each time
-        return self[group] if group in self._places else default
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._places)
@@ -54,6 +60,10 @@ class Trace:
         self._kind: Hashable = None
         self._now: list[int] = []
         self._expected: Order | None = None
+        self.position = 0
+        """Uses in this pass so far."""
+        self.length = 0
+        """Uses that this pass is expected to have; 0 where it cannot be predicted."""
         self.mismatches = 0
 
     def begin(self, kind: Hashable) -> None:
@@ -62,31 +72,21 @@ class Trace:
         if self._now and not as_expected:
             self._learned[self._kind] = Order(self._now)
         self._kind = kind
-        self._now = []
+        self._now, self.position = [], 0
         self._expected = self._learned.get(kind)
+        self.length = 0 if self._expected is None else len(self._expected.uses)
 
     def record(self, group: int) -> bool:
         """A group is used now. False when it is the group that was used last (nothing new)."""
-        if self._now and self._now[-1] == group:
+        at = self.position
+        if at and self._now[-1] == group:
             return False
-        at = len(self._now)
         self._now.append(group)
-        if self._expected is not None:
-            uses = self._expected.uses
-            if at >= len(uses) or uses[at] != group:
-                self._expected = None
-                self.mismatches += 1
+        self.position = at + 1
+        if self._expected is not None and (at >= self.length or self._expected.uses[at] != group):
+            self._expected, self.length = None, 0
+            self.mismatches += 1
         return True
-
-    @property
-    def position(self) -> int:
-        """Uses in this pass so far."""
-        return len(self._now)
-
-    @property
-    def length(self) -> int:
-        """Uses that this pass is expected to have; 0 where it cannot be predicted."""
-        return 0 if self._expected is None else len(self._expected.uses)
 
     @property
     def known(self) -> bool:
@@ -98,11 +98,12 @@ class Trace:
 
         ``skip``: without so many of them. ``beyond``: into the next one only as far as it is among the next ``beyond``."""
         if self._expected is None:
-            return
-        uses, at = self._expected.uses, len(self._now)
-        end = 2 * len(uses) if beyond is None else min(max(len(uses), at + beyond), 2 * len(uses))
-        for place in range(at + skip, end):
-            yield uses[place if place < len(uses) else place - len(uses)]
+            return iter(())
+        uses, whole, first = self._expected.uses, self.length, self.position + skip
+        end = 2 * whole if beyond is None else min(max(whole, self.position + beyond), 2 * whole)
+        if end == whole:
+            return map(uses.__getitem__, range(first, end))
+        return map(uses.__getitem__, chain(range(first, whole), range(max(0, first - whole), end - whole)))
 
     def next_use(self) -> Mapping[int, int]:
         """For each group that is expected again: how many uses ahead."""

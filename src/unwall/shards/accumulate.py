@@ -9,9 +9,8 @@ from unwall.shards.group import Group
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.tiers import Tiers
 
-
 COPIED_AT_ONCE_BYTES = 4 << 20
-"""Groups up to this size are filled by one copy of all gradients: they are so small that launches count, not bytes."""
+"""Groups up to this size whose gradients stay on the device are filled by one copy of all of them: launches count there."""
 
 
 class Accumulator:
@@ -34,7 +33,8 @@ class Accumulator:
         """The flat buffer in the dtype of the gradients."""
         self._strides: dict[int, tuple[torch.Size | None, tuple[int, ...], int]] = {}
         """By slot: the shape of the parameter (None where it lies in several slots), its strides, and where it begins."""
-        self._waits = self.flat_bytes <= COPIED_AT_ONCE_BYTES
+        self._waits = False
+        """Whether all gradients are copied at once."""
         self._targets: list[torch.Tensor] = []
         self._grads: list[torch.Tensor] = []
         """What has arrived, but was not copied to its target yet."""
@@ -67,6 +67,7 @@ class Accumulator:
             raise RuntimeError(f"the gradients of group {self._group.name} are being filled already: end that first")
         self.flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
         self._typed = self.flat.view(self.dtype)
+        self._waits = self._group.home.tier == "device" and self.flat_bytes <= COPIED_AT_ONCE_BYTES
         if self._waits:
             self._typed.zero_()  # one launch, where each gap would take one
 

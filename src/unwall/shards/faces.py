@@ -122,8 +122,9 @@ class Faces:
             self.may_be_written(slot)
 
     def updated(self) -> None:
-        """An update has written the trainable parameters, perhaps while a pass uses them: autograd counts it as a write in place,
-        and it is none of the user's."""
+        """An update has written the trainable parameters, perhaps while a pass uses them.
+
+        Autograd counts it as a write in place, and it is none of the user's."""
         before = _versions(self._params)
         increment_version([param for param in self._params if param.requires_grad])
         more = [now - then for now, then in zip(_versions(self._params), before, strict=True)]
