@@ -1,6 +1,7 @@
 """The gradient of one real group: its life on each tier, over passes and ranks, and what it refuses."""
 
 import errno
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -319,6 +320,37 @@ def test_what_is_not_filled_is_not_used(bench):
     with pytest.raises(RuntimeError, match=r"gradients of group layers\.0 are being filled already"):
         own.begin(None)
     own.clear()
+
+
+def test_gradients_that_wait_for_their_copy_are_added_to_dropped_and_forgotten(bench):
+    gradient, given = bench.gradient(DEVICE, torch.float32), grads(7, torch.float32)
+    for slot, grad in given.items():
+        gradient.take(slot, grad)
+    gradient.take_in(1, lambda target, fresh: target.add_(1) if not fresh else target.fill_(1))
+    gradient.drop_pending({0})
+    gradient.begin_reduce(gradient.pending)
+    gradient.finish_reduce()
+    assert torch.equal(looked_at(gradient), laid_out(bench.group, {1: given[1] + 1, 2: given[2]}, torch.float32))
+    gradient.clear()
+
+    kept = torch.ones(50)
+    gone = weakref.ref(kept)
+    gradient.take(1, kept)
+    gradient.clear()
+    del kept
+    assert gone() is None, "what nobody wants takes no memory"
+
+
+def test_gradients_with_a_graph_of_their_own_leave_it_behind(bench):
+    gradient, weight = bench.gradient(DEVICE, torch.float32), torch.ones(50, requires_grad=True)
+    grad = weight * 3
+    with torch.no_grad():
+        gradient.take(1, grad)
+    with torch.enable_grad():  # as at the end of a backward with create_graph=True
+        gradient.begin_reduce(gradient.pending)
+        gradient.finish_reduce()
+    assert not gradient.value.requires_grad
+    assert torch.equal(gradient.value, laid_out(bench.group, {1: torch.full((50,), 3.0)}, torch.float32))
 
 
 def test_a_reduction_is_not_released_on_its_way(bench):

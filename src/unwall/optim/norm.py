@@ -18,7 +18,8 @@ def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch
     measured = [piece if piece.dim() == 0 else SquareSum(piece, shared_pool) for piece in pieces]
     found = [entry.result() if isinstance(entry, SquareSum) else entry for entry in measured]
     if any(isinstance(entry, torch.Tensor) and entry.is_cuda for entry in found):
-        return _on_device([entry if isinstance(entry, torch.Tensor) else torch.tensor(entry[0]) for entry in found], device)
+        sums = (torch.tensor(entry[0], dtype=torch.float64) if isinstance(entry, tuple) else entry for entry in found)
+        return _on_device(list(sums), device)
     total, nonfinite = 0.0, 0
     for entry in found:
         if isinstance(entry, torch.Tensor):

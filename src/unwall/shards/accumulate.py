@@ -97,13 +97,17 @@ class Accumulator:
 
     def _copy_waiting(self) -> None:
         if self._targets:
-            targets, grads = self._targets, self._grads
-            torch._foreach_copy_(targets, grads)
-            targets.clear()
-            grads.clear()
+            with torch.no_grad():  # whoever ends a backward with create_graph=True may have it on, and gradients have a graph
+                torch._foreach_copy_(self._targets, self._grads)
+            self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
+        self._targets.clear()
+        self._grads.clear()
 
     def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
         """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
+        self._copy_waiting()
         place = self._group.layout.slots[slot]
         write(self._filled()[place.offset : place.end], slot not in self.arrived)
         self.arrived.add(slot)
@@ -139,6 +143,9 @@ class Accumulator:
     def drop(self, slots: set[int]) -> None:
         """Forgets the gradients of some parameters."""
         self._copy_waiting()
+        for slot in self.arrived & slots if self._waits else ():
+            place = self._group.layout.slots[slot]
+            self._filled()[place.offset : place.end].zero_()
         self.arrived -= slots
         for slot in self._local_slots & slots:
             assert self._local is not None
@@ -169,6 +176,8 @@ class Accumulator:
 
     def _clear_rest(self, flat: torch.Tensor) -> None:
         """Zeroes what no gradient was written to: missing parameters and padding."""
+        if self._waits:
+            return  # all of it was, at the beginning
         end = 0
         for index, slot in enumerate(self._group.layout.slots):
             if index in self.arrived:
@@ -182,6 +191,7 @@ class Accumulator:
         assert self.flat is not None
         self._tiers.device.free(self.flat)
         self.flat = self._typed = None
+        self._forget_waiting()
         self.arrived.clear()
 
     def _free_local(self) -> None:
