@@ -3,9 +3,15 @@
 [Note: pins]
 Forward: a group is pinned while a call that reads it is on the stack. Backward: softly ([Note: two kinds of pins] in
 schedule/pins.py), from the moment the gradient of such a call's output is known until every gradient that is awaited from the
-group has arrived and, for frozen parameters, the call's input gradients are out. A node that reads a parameter also produces
-that parameter's gradient, so "all gradients in" means "read no more". What cannot be followed (an output in an unknown wrapper,
-a gradient that never comes) stays pinned to the end of the pass: memory, never a wrong value.
+group has arrived and, for frozen parameters, the call's own nodes have run. A node that reads a parameter also produces that
+parameter's gradient, so "all gradients in" means "read no more". What cannot be followed (an output in an unknown wrapper, a
+gradient that never comes) stays pinned to the end of the pass: memory, never a wrong value.
+
+[Note: numbers of nodes]
+Autograd numbers its nodes as forward makes them, and runs, of those that may run, the one with the highest number. So when it
+has come to a node from before a call, all of the call's own have run. This is looked at where the next call's backward begins.
+Where autograd has several queues (a model on a device and the host) it may be too early or too late: what is still read is
+fetched again, and what is not needed stays until something else needs the room.
 """
 
 from collections.abc import Callable, Iterable
@@ -62,6 +68,8 @@ class Backward:
         """By group: the slots whose gradients may come."""
         self.tiles = TileGradients(executor, places, arriving, self.awaiting)
         self._open_calls = [0] * len(executor.groups)
+        self._open: list[Call] = []
+        """Calls with frozen parameters whose backward has begun, the innermost last. See [Note: numbers of nodes]."""
         self._tasks = GraphTasks()
         self._reads: dict[int, tuple[int, set[int]]] = {}
         """By graph task: the node that reads now, or read last, by its number, and the groups it was given tensors of."""
@@ -113,6 +121,7 @@ class Backward:
         self.forget_interrupted()
         self._executor.pins.clear_soft()
         self._open_calls = [0] * len(self._open_calls)
+        self._open.clear()
         self.with_graph.clear()
         self.tiles.restart()
 
@@ -147,6 +156,8 @@ class Backward:
     def begins(self, call: Call) -> None:
         """The gradient of a call's output is known: its groups are read from now on."""
         task = self._note_task()
+        if self._open:
+            self._close(task, node_number())
         if call.task != task:  # a graph may be used by several backwards
             call.task = task
             for index, slot in call.places:
@@ -158,15 +169,15 @@ class Backward:
             self._executor.mark(index)
         if not call.started:
             call.started = True
-            if call.open_nodes:
+            if call.frozen:
+                self._open.append(call)
                 for index in call.frozen:
                     self._open_calls[index] += 1
 
-    def node_done(self, call: Call) -> None:
-        """One of the nodes that hand gradients to a call's inputs has run."""
-        call.open_nodes -= 1
-        if call.open_nodes == 0 and call.started:
-            for index in call.frozen:
+    def _close(self, task: int, number: int) -> None:
+        """A graph task has come to this node: calls that began after it read their groups no more."""
+        while self._open and self._open[-1].task == task and self._open[-1].began > number:
+            for index in self._open.pop().frozen:
                 self._open_calls[index] -= 1
                 self._unpin_if_done(index)
 
@@ -331,6 +342,7 @@ class Backward:
     def _task_done(self, task: int) -> None:
         self._tasks.pop(task, None)
         self._reads.pop(task, None)
+        self._close(task, -1)
         if not self._tasks:  # a reentrant checkpoint runs a backward inside the backward
             self.tiles.end(self.sync)
             self._end()
@@ -344,6 +356,7 @@ class Backward:
         self._executor.lane.leave()
         self._tasks.clear()
         self._reads.clear()
+        self._open.clear()
         self.tiles.forget()
         self._executor.pins.clear_soft()
         for index, gradient in enumerate(self._gradients):

@@ -101,7 +101,7 @@ class Leave(Hook):
         self._forward = engine.forward
         self.casts = casts
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def __call__(self, module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> Any:
         if self.casts is not None:
             output = self.casts.outputs(output)
         forward = self._forward
@@ -110,7 +110,7 @@ class Leave(Hook):
         # Inside a call that covers it a module has no frame, unless it reads more.
         if forward.covered.frame is None or forward.thread != get_ident() or forward.frames[-1].module is module:
             with interrupts.deferred:
-                forward.leave(module, args, kwargs, output)
+                forward.leave(module, output)
         return output
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+import torch
 from torch import nn
 
 from unwall.runtime.places import Place
@@ -16,12 +17,14 @@ _DYNAMO = os.path.join("_dynamo", "eval_frame.py")
 class Frame:
     """A module call on the stack, and the groups it reads."""
 
-    __slots__ = ("__weakref__", "caller", "covers", "groups", "marked", "module", "places", "saved")
+    __slots__ = ("__weakref__", "began", "caller", "covers", "groups", "marked", "module", "places", "saved")
 
     def __init__(self, module: nn.Module, saved: Pair | None, caller: FrameType | None = None) -> None:
         self.module = module
         self.caller = caller
         """The Python frame that makes it: of the outermost call, and with several ranks of each."""
+        self.began: int = _next_number()
+        """Of the first autograd node that it makes, if it makes any."""
         self.groups: list[int] = []
         self.marked: list[int] = []
         """Groups that stay anyway, while a time line wants to know of them."""
@@ -52,15 +55,22 @@ def caller_of_hook() -> FrameType:
 class Call:
     """A finished forward call whose backward may come."""
 
-    __slots__ = ("frozen", "groups", "marked", "open_nodes", "places", "started", "task")
+    __slots__ = ("began", "frozen", "groups", "marked", "places", "started", "task")
 
-    def __init__(self, groups: Sequence[int], frozen: Sequence[int], places: set[Place], marked: Sequence[int] = ()) -> None:
+    def __init__(
+        self, groups: Sequence[int], frozen: Sequence[int], places: set[Place], marked: Sequence[int] = (), began: int = 0
+    ) -> None:
         self.groups = groups
         """Those that come and go: its backward needs them here."""
         self.marked = marked
         self.places = places
         self.task = -1
         self.frozen = frozen
-        self.open_nodes = 0
-        """Boundary nodes that have not run yet; negative: unknown, wait for the end of the pass."""
+        """Groups with parameters whose gradients nobody waits for."""
+        self.began = began
+        """As of its ``Frame``."""
         self.started = False
+
+
+_next_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number that this thread's next autograd node will have."""

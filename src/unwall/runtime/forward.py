@@ -229,7 +229,7 @@ class Forward:
             if frame is not None:
                 frame.places.update(places)
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """A module's forward ends, well or with an exception (``output`` is None then)."""
         in_backward = torch._C._current_graph_task_id() != -1
         if not in_backward and not (self.thread == get_ident() if self.frames else self._turn.is_mine()):
@@ -244,7 +244,7 @@ class Forward:
                 self.saved.unwatch(frame.saved)
             if frame.groups or frame.marked:
                 if ended and output is not None and torch.is_grad_enabled():
-                    self._watch_backward(frame, args, kwargs, output)
+                    self._watch_backward(frame, output)
                 self._hand_up(frame, output)
                 for index in frame.groups:
                     self._executor.release(index)
@@ -321,7 +321,7 @@ class Forward:
             elif index not in self.frames[-1].groups:
                 self._read(self.frames[-1], index)
 
-    def _watch_backward(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _watch_backward(self, frame: Frame, output: Any) -> None:
         backward, every = self._backward, self._executor.groups
         groups = [index for index in frame.groups if every[index].evictable]
         if not groups and not self._executor.lane.watching:
@@ -335,8 +335,7 @@ class Forward:
                 self.covered.never_again(frame)
             return
         frozen = [index for index in groups if self._has_frozen(index)]
-        if not follow(Call(groups, frozen, frame.places, marked), backward, tensors, args, kwargs):
-            self.covered.never_again(frame)
+        follow(Call(groups, frozen, frame.places, marked, frame.began), backward, tensors)
 
     def _has_frozen(self, index: int) -> bool:
         known = self._frozen.get(index)

@@ -1,0 +1,76 @@
+"""Frozen layers in backward: no gradient tells when they are done with, and they do not stay until its end."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unwall
+
+WIDTH, LAYERS = 32, 12
+HOST = unwall.Plan(compute_dtype=torch.float32, params="host", optimizer="host", device_bytes="48KiB")
+
+
+class Chain(nn.Module):
+    """Frozen layers, each the input of the next one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(LAYERS))
+
+    def one(self, layer, x, _memory):
+        return layer(x).tanh()
+
+    def forward(self, x, seen=lambda: None):
+        memory = x = self.first(x)
+        for layer in self.layers:
+            x = self.one(layer, x, memory)
+            x.register_hook(lambda _: seen())
+        return x
+
+
+class Shared(Chain):
+    """Each of them reads what the first layer made, whose gradient is complete only when all of them have run backward."""
+
+    def one(self, layer, x, memory):
+        return x + layer(memory).tanh()
+
+
+class Reentrant(Chain):
+    def one(self, layer, x, _memory):
+        return checkpoint(lambda y: layer(y).tanh(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("kind", [Chain, Shared, Reentrant])
+def test_frozen_layers_are_let_go_when_backward_has_passed_them(kind):
+    torch.manual_seed(0)
+    model = kind()
+    unwall.shard(model, HOST)
+    optimizer = unwall.AdamW(model.first.parameters())
+    executor = unwall.api.engine(model).executor
+    assert len(executor.groups) > LAYERS
+    counts = []
+    for _ in range(4):
+        counts.clear()
+        loss = model(torch.ones(2, WIDTH), lambda: counts.append(len(executor.pins.soft))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(counts) == LAYERS
+    assert max(counts) <= 2, counts
+
+
+def test_a_graph_that_is_used_twice():
+    """The second backward reads them again."""
+    results = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = Chain()
+        if sharded:
+            unwall.shard(model, HOST)
+        output = model(torch.ones(2, WIDTH))
+        output.square().mean().backward(retain_graph=True)
+        output.abs().mean().backward()
+        results.append(model.first.weight.grad.clone())
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=0)
