@@ -1,4 +1,10 @@
-"""Collectives over the ranks that share a model. Which one is next: see [Note: agreement] in schedule/agreement.py."""
+"""Collectives over the ranks that share a model. Which one is next: see [Note: agreement] in schedule/agreement.py.
+
+[Note: behind a copy]
+A gather of parameters from the host reads what is being copied to the device. On an accelerator it is begun on a stream of its
+own, which waits for the copy: what this thread queues to compute meanwhile, before it uses the group, does not wait for either.
+The copy came after all that was queued when it began, so the gather may write where compute has read before.
+"""
 
 import atexit
 import contextlib
@@ -6,7 +12,7 @@ import datetime
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +25,7 @@ from unwall.shards.control import Control, all_gather_flat
 from unwall.shards.nodes import Nodes, forget_groups, groups_of
 from unwall.shards.watch import Watch
 from unwall.tiers.meter import LinkMeter
+from unwall.tiers.ticket import Ticket, order_after
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Ranks:
         """Steps of the optimizer since training began. What is random in sums (stochastic rounding) depends on it."""
         self.nodes: Nodes | None = None
         """Where the ranks are, if that matters. See [Note: nodes] in shards/nodes.py."""
+        self._side: torch.cuda.Stream | None = None
         if not self._on_host:
             self.control.watch.stuck.add(self)
         _live.add(self)
@@ -122,6 +130,19 @@ class Ranks:
         is there; so below."""
         work = self._start("all-gather", all_gather_flat, _as_bytes(whole), _as_bytes(shard))
         return self._begun(work, (whole, shard), "all-gather", then)
+
+    @contextlib.contextmanager
+    def behind(self, work: Ticket) -> Iterator[None]:
+        """Collectives that are begun inside come after ``work``, a copy to the device. See [Note: behind a copy]."""
+        if self._on_host:
+            order_after(work, self.device)
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._side):
+            order_after(work, self.device)
+            yield
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
         """``received`` becomes the parts for this rank of every rank's ``sent``, in the order of the ranks."""

@@ -7,8 +7,8 @@ RESIDENT   the flat buffer is filled and every parameter is a view of it.
 """
 
 import enum
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -203,8 +203,8 @@ class Group(Owned):
                 self._copying = self.replica.begin_bring(self.buffer)
                 if self._copying is not None:
                     self.buffer.hold(self._copying)
-                self._await_copy()
-                self._gathering = self.replica.gather(self.buffer)
+                with self._behind_copy():
+                    self._gathering = self.replica.gather(self.buffer)
                 self.buffer.hold(self._gathering)
                 self._ranks.traffic.gathered_bytes += self.replica.incoming_bytes
         except BaseException:
@@ -228,8 +228,8 @@ class Group(Owned):
                 self.buffer.hold(self._copying)
                 self._reading = end_of(self._copying)
             if self._gathers:
-                self._await_copy()  # the gather reads what is being copied
-                self._gathering = self._gather(self.flat)
+                with self._behind_copy():  # the gather reads what is being copied
+                    self._gathering = self._gather(self.flat)
                 self.buffer.hold(self._gathering)
                 if self.replica is not None:
                     self.replica.await_gather(self.generation)
@@ -297,14 +297,31 @@ class Group(Owned):
         """What is queued from now on comes after the copy. On an accelerator a stream waits, not this thread."""
         if self._copying is None:
             return
-        try:
+        with self._giving_up():
             order_after(self._copying, self._tiers.device.device)
+        self._copying = None
+
+    @contextmanager
+    def _behind_copy(self) -> Iterator[None]:
+        """The gather that is begun inside comes after the copy, and so does whoever waits for the gather. One that is packed is
+        begun by computing, which waits."""
+        if self._copying is None or self.packed is not None:
+            self._await_copy()
+            yield
+            return
+        with self._giving_up(), self._ranks.behind(self._copying):
+            yield
+        self._copying = None
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._give_up()
             if isinstance(error, DiskError):
                 raise named(error, f"reading the parameters of group {self.name}") from error
             raise
-        self._copying = None
 
     def _give_up(self) -> None:
         """A fetch failed: ABSENT, so that the next use tries again."""
