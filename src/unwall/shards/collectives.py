@@ -3,7 +3,8 @@
 [Note: behind a copy]
 A gather of parameters from the host reads what is being copied to the device. On an accelerator it is begun on a stream of its
 own, which waits for the copy: what this thread queues to compute meanwhile, before it uses the group, does not wait for either.
-The copy came after all that was queued when it began, so the gather may write where compute has read before.
+That stream also comes after all that was queued before, so what is packed or gathered may be written where compute has read;
+and whoever waits for the gather comes after that stream, so memory that was used on it may serve compute again.
 """
 
 import atexit
@@ -140,9 +141,15 @@ class Ranks:
             return
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(self._side):
-            order_after(work, self.device)
-            yield
+        side, outer = self._side, torch.cuda.current_stream(self.device)
+        side.wait_stream(outer)
+        try:
+            with torch.cuda.stream(side):
+                order_after(work, self.device)
+                yield
+        except BaseException:
+            outer.wait_stream(side)  # nobody waits for a gather that was not begun
+            raise
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, then: Callable[[], None] | None = None) -> "Collective":
         """``received`` becomes the parts for this rank of every rank's ``sent``, in the order of the ranks."""

@@ -8,7 +8,7 @@ RESIDENT   the flat buffer is filled and every parameter is a view of it.
 
 import enum
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -303,13 +303,9 @@ class Group(Owned):
 
     @contextmanager
     def _behind_copy(self) -> Iterator[None]:
-        """The gather that is begun inside comes after the copy, and so does whoever waits for the gather. One that is packed is
-        begun by computing, which waits."""
-        if self._copying is None or self.packed is not None:
-            self._await_copy()
-            yield
-            return
-        with self._giving_up(), self._ranks.behind(self._copying):
+        """The gather that is begun inside comes after the copy, and so does whoever waits for the gather."""
+        behind = nullcontext() if self._copying is None else self._ranks.behind(self._copying)
+        with self._giving_up(), behind:
             yield
         self._copying = None
 
