@@ -1,5 +1,7 @@
 """``Plan(grads="transient")``: each gradient is used during backward and not kept. The bits are those of kept gradients."""
 
+import re
+
 import pytest
 import torch
 from early_tools import DEVICE, HOST, backward, build, on_disk, outcome
@@ -238,3 +240,184 @@ def test_shared_and_frozen_parameters_and_tiles(tmp_path):
         for tiles in (None, 4):
             got = run({**place, "grads": "transient", "tiles": tiles})
             assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], (name, tiles)
+
+
+class Reentrant(nn.Module):
+    """Checkpoints that run a backward of their own for each block, seven to a group, between modules outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(20))
+        self.last = nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("grads", ["auto", "transient"])
+def test_reentrant_checkpoints_bring_the_gradients_of_a_group_one_after_the_other(tmp_path, grads):
+    def run(plan, **options):
+        model = Reentrant()
+        unwall.shard(model, Plan(**plan))
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2, **options)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(4, 32)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return outcome(model, optimizer)
+
+    expected = run(DEVICE)
+    for name, place in places(tmp_path):
+        got = run({**place, "grads": grads}, update_in_backward=True)
+        assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], name
+
+
+class Chosen(nn.Module):
+    """Uses one of its experts, all of which lie in one group."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, which):
+        return self.experts[which](x)
+
+
+@pytest.mark.parametrize("place", [DEVICE, HOST, {}])
+def test_zeros_that_zero_grad_leaves_count_beside_gradients_that_were_used(place):
+    results = []
+    for grads in ("auto", "transient"):
+        model = Chosen()
+        unwall.shard(model, Plan(**place, grads=grads))
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=grads == "transient")
+        for seed, which in enumerate((0, 1, 2, 0, 0, 1)):
+            torch.manual_seed(seed)
+            model(torch.randn(4, 8), which).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        results.append(outcome(model, optimizer))
+    assert [name for name in results[0] if not torch.equal(results[0][name], results[1][name])] == []
+
+
+def least_budgets(make, plan):
+    """The plan with the smallest budgets that are accepted."""
+    for _ in range(20):
+        try:
+            unwall.shard(make(), Plan(**plan))
+            return plan
+        except PlanError as error:
+            name, value = re.search(r"(device_bytes|host_bytes)=(\d+)\)", str(error)).groups()
+            plan = {**plan, name: int(value)}
+    raise AssertionError
+
+
+class Ignored(nn.Module):
+    """A part of each block has outputs that nobody uses: its gradients are awaited to the end of backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(32, 32) for _ in range(2)) for _ in range(24))
+
+    def forward(self, x):
+        for used, ignored in self.blocks:
+            ignored(x)
+            x = torch.tanh(used(x))
+        return x
+
+
+def frozen_body():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 32))
+    model[:4].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("make", [Ignored, frozen_body])
+def test_the_smallest_budget_that_is_accepted_is_enough(tmp_path, make):
+    def run(plan):
+        model = make()
+        unwall.shard(model, Plan(**plan))
+        optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+        width = 32 if make is Ignored else 128
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(4, width)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        drain()
+        return outcome(model, optimizer), unwall.stats(model).tiers
+
+    expected, _ = run(DEVICE)
+    for place in (HOST, on_disk(tmp_path), {"params": "host", "optimizer": "disk", "disk": tmp_path}):
+        for budgets in ({"host_bytes": 1000}, {"host_bytes": 1000, "device_bytes": 1000}):
+            plan = least_budgets(make, {**place, **budgets, "grads": "transient"})
+            got, tiers = run(plan)
+            assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], plan
+            assert tiers["host"].peak_bytes <= plan["host_bytes"], plan
+
+
+def test_moving_to_the_device_leaves_nothing_on_the_host():
+    model, optimizer = start({**HOST, "grads": "transient"})
+    steps(model, optimizer, 2)
+    unwall.move(model, Plan(**DEVICE, grads="transient"))
+    assert unwall.stats(model).tiers["host"].live_bytes == 0
+    steps(model, optimizer, 2, first=2)
+    expected, got = trained({**HOST, "grads": "transient"})[0], outcome(model, optimizer)
+    assert [key for key in expected if not torch.equal(expected[key], got[key])] == []
+
+
+class ReadAgain(nn.Module):
+    """A checkpoint recomputes with a weight, past autograd, when that has its gradient."""
+
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.read = read
+
+    def gated(self, x):
+        return x * torch.tanh(self.read(self.last, x))
+
+    def forward(self, x):
+        return self.last(self.body(checkpoint(self.gated, self.before(x), use_reentrant=False)))
+
+
+def without_grad(module, x):
+    with torch.no_grad():
+        return module(x)
+
+
+READS = {
+    "detached": lambda module, x: x @ module.weight.detach(),
+    "data": lambda module, x: x @ module.weight.data,
+    "no_grad": without_grad,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("place", [DEVICE, {**HOST, "device_bytes": 1000}])
+def test_a_recomputation_never_reads_what_was_updated_since(read, place):
+    model = ReadAgain(READS[read])
+    plan = least_budgets(lambda: ReadAgain(None), {**place, "grads": "transient"})
+    unwall.shard(model, Plan(**plan))
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2, update_in_backward=True)
+    with pytest.raises(RuntimeError, match=r"last\.weight is read in backward after update_in_backward=True has updated it"):
+        model(torch.randn(4, WIDTH)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.read = lambda _, x: x
+    for _ in range(2):
+        model(torch.randn(4, WIDTH)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.last.weight.isfinite().all()

@@ -1,5 +1,7 @@
 """Host memory that is lent again and again."""
 
+import weakref
+
 import pytest
 
 from unwall.tiers.host import HostTier
@@ -87,4 +89,37 @@ def test_closing_gives_back_what_is_not_used(host):
     loans.give_back(first, [])
     loans.give_back(second, [Work()])
     loans.close()
+    assert host.ledger.live_bytes == NBYTES
+
+
+class Holder:
+    """Who keeps a block until it is asked."""
+
+    def __init__(self, loans):
+        self.loans, self.block, self.asked = loans, loans.take(1, ""), 0
+
+    def give_back(self):
+        self.asked += 1
+        if self.block is not None:
+            self.loans.give_back(self.block, [Work()])
+            self.block = None
+
+
+def test_when_none_comes_back_those_who_hold_them_are_asked(host):
+    loans = Loans(host, NBYTES, 1)
+    holder = Holder(loans)
+    loans.short = weakref.WeakMethod(holder.give_back)
+    block = holder.block
+    assert loans.take(1, "") is block
+    assert holder.asked == 1
+    assert loans.take(1, "") is not block, "nobody had one to give back"
+    assert holder.asked == 2
+
+
+def test_one_that_was_too_many_goes_when_it_comes_back(host):
+    loans = Loans(host, NBYTES, 1)
+    out = [loans.take(1, "") for _ in range(3)]
+    for block in out:
+        loans.give_back(block, [])
+    loans.take(1, "")
     assert host.ledger.live_bytes == NBYTES

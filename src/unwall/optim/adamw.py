@@ -115,29 +115,16 @@ class AdamW(ShardedOptimizer):
             return
         if engine.loss_scale != 1.0 or not gradient.held or self._clip is not None:
             return
-        if gradient.pending or gradient.passes > 1:
+        if gradient.passes > 1 or not gradient.pending.isdisjoint(gradient.present):
             return  # it adds up: only ``step`` knows when it is complete
         mine = {id(param) for param in self._params()}
         slots = {slot for slot in gradient.present if id(group.params[slot]) in mine}
         if not slots:
             return
         if self._early.in_place and engine.ranks.size == 1:
-            if (id(engine), index) in self._early.applied:
-                return  # told twice: of a gradient that was forgotten on its way, and of the one after it
-            if not all(group.layout.slots[slot].whole for slot in slots):
-                return  # the other parts of a parameter are of the same step
-            settle(group)
-            runs = self._runs(group, slots, self._numbers())
-            stores = stores_of(group, self.rule, self.own)
-            if on_device:
-                self._update_on_device(engine, group, stores, runs)
-            else:
-                factor = Factor(1.0, None)
-                work = host_work(self.rule, engine, group, stores, runs, factor)
-                group.pending.update = self._queue(engine, group, runs, factor, work)
-            self._count_params([(engine, index, slots)])
-            self._early.applied[id(engine), index] = runs
-            gradient.used(slots)
+            self._use(engine, index, slots)
+            return
+        if gradient.pending:
             return
         if not self.rule.runs_ahead(group.layout.dtype) or not self._early.wanted():
             return
@@ -145,14 +132,37 @@ class AdamW(ShardedOptimizer):
         if covers(group, runs):
             self._early.speculate(engine, group, stores_of(group, self.rule, self.own), runs)
 
+    def _use(self, engine: Engine, index: int, slots: set[int]) -> None:
+        """Updates in place the parameters of a group whose gradients are there and were not used yet."""
+        group, gradient, key = engine.groups[index], engine.gradients[index], (id(engine), index)
+        before, fresh = slots & gradient.used, slots - gradient.used
+        if not fresh:
+            return  # told twice
+        if not all(group.layout.slots[slot].whole for slot in fresh):
+            return  # the other parts of a parameter are of the same step
+        settle(group)
+        numbers = self._numbers()
+        if before:
+            self._check_promise(engine, index, before, numbers, clipped=False)
+        runs = self._runs(group, fresh, numbers)
+        stores = stores_of(group, self.rule, self.own)
+        if group.home.tier == "device":
+            self._update_on_device(engine, group, stores, runs)
+        else:
+            factor = Factor(1.0, None)
+            work = host_work(self.rule, engine, group, stores, runs, factor)
+            group.pending.update = self._queue(engine, group, runs, factor, work)
+        self._count_params([(engine, index, fresh)])
+        self._early.applied[key] = self._runs(group, slots, numbers, ahead=0)
+        gradient.use(fresh)
+        engine.updated_early(index, fresh)
+
     @torch.no_grad()
     def _update_on_device(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
-        """In backward, when the gradients of all uses of the group's parameters are known. Whoever reads them later in this
-        backward is told by autograd that they were changed."""
+        """In backward, when the gradients of all uses of the group's parameters are known."""
         group.await_readers()
         for ticket in self.rule.on_device(spans_in_memory(engine, group, stores, runs), 1.0, None):
             ticket.wait()
-        group.faces.updated()
 
     def _refuse_second_backward(self, engine: Engine, index: int) -> None:
         if (id(engine), index) in self._early.applied:
@@ -168,10 +178,11 @@ class AdamW(ShardedOptimizer):
         numbers, clipped = self._numbers(), factor is not None or inverse != 1.0
         left = []
         for engine, index, slots in held:
-            if (id(engine), index) in self._early.applied:
-                self._check_promise(engine, index, slots, numbers, clipped)
-            else:
-                left.append((engine, index, slots))
+            used = slots & engine.gradients[index].used
+            if used:
+                self._check_promise(engine, index, used, numbers, clipped)
+            if used != slots:
+                left.append((engine, index, slots - used))
         with self._early.claiming((engine, index) for engine, index, _ in left):
             host_factor = super()._update(left, factor, inverse)
         gradients = [engine.gradients[index] for engine, index, _ in held]
@@ -194,8 +205,14 @@ class AdamW(ShardedOptimizer):
         self._early.applied.clear()
 
     def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep], clipped: bool) -> None:
-        runs = self._runs(engine.groups[index], slots, numbers, ahead=0)
-        if clipped or runs != self._early.applied[id(engine), index]:
+        runs, applied = self._runs(engine.groups[index], slots, numbers, ahead=0), self._early.applied.get((id(engine), index))
+        if applied is None:
+            raise RuntimeError(
+                f"update_in_backward=True of an optimizer before this one has used the gradient of group "
+                f"{engine.groups[index].name}: a step with it would count twice. Build optimizers before the forward; "
+                "model.zero_grad() goes on from here"
+            )
+        if clipped or runs != applied:
             raise RuntimeError(
                 f"update_in_backward=True has updated group {engine.groups[index].name} during backward, but since then its "
                 "numbers (learning rate, betas, decay) were changed, or this step clips or scales: set them before backward, "

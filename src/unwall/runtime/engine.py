@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -58,6 +58,7 @@ class Engine:
         """The ranks of other dimensions of the mesh."""
         self.replicas = None if self.others.replicas is None else Replicas(self.others.replicas, plan, gradients, tiers)
         self._count_copies(groups)
+        self._lend_to(gradients)
         self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
@@ -78,7 +79,7 @@ class Engine:
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
         self.backward = Backward(
-            self.executor, self.places, self.shown.take, tiers.host.ledger, self.refuse_if_used, self._hand_out, self.turn
+            self.executor, self.places, self.shown.take, tiers.host.ledger, self._arriving, self._hand_out, self.turn
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.least_device_bytes = 0
@@ -116,6 +117,8 @@ class Engine:
         """Told before someone looks at gradients or changes them: they do what they had put off until the step."""
         self.movers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
         """Told before states move to other tiers: what was computed ahead of a step, and the memory for it, goes."""
+        self._updated: set[int] = set()
+        """Groups that were updated in this backward, ahead of the step."""
         self.skipped = 0
         """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
         self.root: weakref.ref[nn.Module] | None = None
@@ -184,6 +187,12 @@ class Engine:
         if self.guards:
             self._tell(self.guards, index)
 
+    def _arriving(self, index: int) -> None:
+        """A gradient of a group arrives. Refused here where all that there can be were used, before anything is changed for it;
+        of other groups each gradient sees to that itself: reentrant checkpoints bring them one after the other."""
+        if self.gradients[index].all_used:
+            self.refuse_if_used(index)
+
     def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:
         for method in methods:
             call = method()
@@ -197,8 +206,34 @@ class Engine:
                 self._tell(self.listeners, index)
                 if self.plan.transient:
                     self.gradients[index].let_go()
-        if not self.backward.running and self.forward.long is None:
-            self.shown.show()
+        if not self.backward.running:
+            self._close_updates()
+            if self.forward.long is None:
+                self.shown.show()
+
+    def updated_early(self, index: int, slots: Set[int]) -> None:
+        """An update writes parameters ahead of the step. Whoever reads them in this backward is told."""
+        group = self.groups[index]
+        group.faces.updated(slots, here=group.home.tier == "device")
+        self._updated.add(index)
+
+    def _close_updates(self) -> None:
+        """No backward runs in which such parameters could be read."""
+        while self._updated:
+            self.groups[self._updated.pop()].faces.backward_ended()
+
+    def _lend_to(self, gradients: list[Gradient]) -> None:
+        for gradient in gradients:
+            if gradient.loans is not None:
+                gradient.loans.short = weakref.WeakMethod(self._use_now)
+
+    def _use_now(self) -> None:
+        """Host memory for gradients that are not kept is short: those that are there are used, if only some of their group's
+        have come. It may wait for updates, as ``_hand_out``, and updates wait for nobody who makes room."""
+        for index, gradient in enumerate(self.gradients):
+            if gradient.lends:
+                self._tell(self.listeners, index)
+                gradient.let_go()
 
     def free_discarded(self) -> None:
         """Frees what optimizers that are gone have left here. Called where waiting and locking is allowed."""
@@ -207,6 +242,7 @@ class Engine:
 
     def _beginning(self) -> None:
         """A pass begins."""
+        self._close_updates()  # of a backward that failed
         self.edge()
         self.free_discarded()
         if self.lent:
@@ -238,6 +274,7 @@ class Engine:
         self.gradients += gradients
         self._names += [group.name for group in groups]
         self._count_copies(groups)
+        self._lend_to(gradients)
         self.places.update(find_places(groups))
         self.executor.grown()
         self.backward.grown()

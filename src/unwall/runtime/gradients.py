@@ -107,7 +107,7 @@ class GradientAccess:
         for index, slot in places:
             gradient = self.engine.gradients[index]
             if slot not in gradient.present or not gradient.held:
-                nbytes = 0 if gradient.held else gradient.flat_bytes
+                nbytes = gradient.flat_bytes if gradient.needs_memory else 0
                 self.engine.executor.make_room(nbytes, f"gradients of {gradient.group.name}")
                 gradient.hold({slot})
 

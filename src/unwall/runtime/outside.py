@@ -90,9 +90,13 @@ class Outside:
         """A pass reads a parameter in a way that no hook has announced."""
         if self.is_tiled(param):
             raise self._tiling.refusal(param, "its values")
+        for place in self._engine.places[id(param)]:
+            self._engine.groups[place.group].faces.check_current(place.slot)
         self._engine.forward.touched(param, self._engine.places[id(param)])
         for place in self._engine.places[id(param)]:
-            self._engine.groups[place.group].faces.open()
+            faces = self._engine.groups[place.group].faces
+            faces.open()
+            faces.check_current(place.slot)  # it may have come with another value
 
     def read_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """A pass has read ``param.data``: what is written there is found when the pass ends."""

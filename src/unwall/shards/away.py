@@ -114,8 +114,8 @@ class OnHost(Away):
     def _source(self) -> torch.Tensor:
         return self._held().tensor(write=False)
 
-    def read(self, write: bool = False) -> torch.Tensor:
-        value = super().read(write)
+    def rest(self, write: bool = False) -> torch.Tensor:
+        value = super().rest(write)
         if write:
             self._held().tensor()  # nothing that was updated ahead of its step needs it as it is
         return value
@@ -158,7 +158,7 @@ class PassingThrough(Away):
         self._block: HostBlock | None = None
 
     def _begin(self, incoming: MemoryBlock, beside: list[Segment] | None) -> None:
-        if self.holding is Holding.NOTHING:
+        if self.holding is Holding.NOTHING or (beside is not None and self._block is None):
             self._begin_first(incoming)
         elif beside is not None and self._block is not None:
             self._put_beside(incoming, beside, self._block)
@@ -170,7 +170,7 @@ class PassingThrough(Away):
 
     def _begin_first(self, incoming: MemoryBlock) -> None:
         own = incoming.view(self._dtype)
-        self.square_sum = self._measure(own) if own.is_cuda else None
+        self.square_sum = self._measure(own) if own.is_cuda and not self.gone else None
         if self._block is None:
             try:
                 self._block = self._loans.take(incoming.nbytes, f"gradient of {self._group.name}")
@@ -198,9 +198,16 @@ class PassingThrough(Away):
         assert self._block is not None
         return self._block.view(self._dtype)[: self._group.own_numel]
 
+    @property
+    def lends(self) -> bool:
+        return self._block is not None
+
     def let_go(self) -> None:
         self._give_back()
-        self.holding = Holding.USED  # still on its way, perhaps: whoever needs its memory on the device waits for that
+        self.holding, self.gone = (
+            Holding.USED,
+            True,
+        )  # still on its way, perhaps: whoever needs its memory on the device waits for that
 
     def clear(self) -> None:
         self._give_back()

@@ -241,9 +241,9 @@ def is_transient(layout: Layout, plan: Plan) -> bool:
 
 def _loans(planned: list[tuple[Unit, Layout]], homes: list[Home], plan: Plan, tiers: Tiers) -> Loans:
     """Host memory for gradients that are not kept."""
-    pairs = zip(planned, homes, strict=True)
-    layouts = [layout for (_, layout), home in pairs if home.tier == "host" and is_transient(layout, plan)]
-    largest = max((layout.padded_numel * (plan.sum_dtype or layout.dtype).itemsize for layout in layouts), default=0)
+    sizes, largest = sizes_of(planned, plan, world_size=1) if plan.transient else [], 0
+    for size, home in zip(sizes, homes, strict=bool(sizes)):
+        largest = max(largest, size.transient_bytes if home.tier == "host" else 0)
     return Loans(tiers.host, largest, TRANSIENT_GRADIENTS)
 
 

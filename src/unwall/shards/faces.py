@@ -16,9 +16,15 @@ all that watches reads NaN (loud, never garbage). The nn.Parameter object itself
 Where the flat buffer is the home of bf16 parameters it is the upper half of their masters. A write there would leave it open
 which elements it has changed, and so which remainders still belong to them. So before a write that is seen coming (``.data``, a
 method in place), and in every pass after one that was not (through a view), the halves of that parameter are copied.
+
+[Note: updated while backward runs]
+An update ahead of the step may write a parameter when its gradient is known. A checkpoint that recomputes after that may read
+it once more, past autograd (``.detach()``, ``no_grad``), and would go on with values that forward did not have. So from then on
+to the end of the backward the parameter is closed, whatever else of its group is open, and reading it raises; what autograd has
+saved of it counts as overwritten. Where the update writes on the host, what the device shows is as before until it is dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import nn
@@ -44,6 +50,12 @@ class Faces:
         self.before: dict[int, torch.Tensor] = {}
         """By slot, what it was before it was written to."""
         self._rewritten: set[int] = set()
+        self._updated: set[int] = set()
+        """Slots that were updated elsewhere. See [Note: updated while backward runs]."""
+        self._outdated: set[int] = set()
+        """Slots that have other values now than forward has seen."""
+        self._is_there = True
+        """Not put away."""
         self._params = params
         self._plain = type(params[0]) if params else nn.Parameter
         """DTensors and other parameters are never in one group."""
@@ -97,7 +109,8 @@ class Faces:
         """All parameters are placeholders. See [Note: placeholders]."""
         self.show_all(self._placeholders)
         self.hide_all()
-        self.is_open = False
+        self.is_open = self._is_there = False
+        self._outdated |= self._updated
 
     def put_away_one(self, slot: int) -> None:
         self.show(slot, self._placeholders[slot])
@@ -105,13 +118,17 @@ class Faces:
 
     def opened(self) -> None:
         """All parameters show the flat buffer: what is written from now on counts."""
-        self.is_open = True
+        self.is_open = self._is_there = True
         self._lent.clear()
+        if self._outdated:
+            increment_version([self._params[slot] for slot in self._outdated])
         self._versions = _versions(self._params) if self.away is not None else []
         plain, near = self._plain, self.near
         for param, offset in zip(self._params, self._offsets, strict=True) if self.away is not None else ():
             if offset >= 0 and type(param) is plain:
                 param.__class__ = near
+        for slot in self._outdated:
+            self.hide(slot)
         for slot in self._rewritten:
             self.may_be_written(slot)
 
@@ -121,15 +138,36 @@ class Faces:
             self._lent.append((slot, data.detach(), data._version))  # shares the counter, and outlives what it counts for
             self.may_be_written(slot)
 
-    def updated(self) -> None:
-        """An update has written the trainable parameters, perhaps while a pass uses them.
-
-        Autograd counts it as a write in place, and it is none of the user's."""
+    def updated(self, slots: Set[int], *, here: bool) -> None:
+        """An update writes parameters ahead of the step, perhaps in a backward. ``here``: it has written what they show.
+        Autograd counts that as a write in place, and it is none of the user's. See [Note: updated while backward runs]."""
+        if not here and self._is_there:
+            self._updated |= slots
+            return
         before = _versions(self._params)
-        increment_version([param for param in self._params if param.requires_grad])
+        increment_version([self._params[slot] for slot in slots])
         more = [now - then for now, then in zip(_versions(self._params), before, strict=True)]
         if self._versions:
             self._versions = [version + further for version, further in zip(self._versions, more, strict=True)]
+        self._outdated |= slots
+        for slot in slots:
+            self.hide(slot)
+
+    def check_current(self, slot: int) -> None:
+        """RuntimeError where a backward is about to read what was updated meanwhile."""
+        if slot in self._outdated:
+            raise RuntimeError(
+                f"{self._layout.slots[slot].name} is read in backward after update_in_backward=True has updated it (as in a "
+                "checkpoint that uses it detached): the gradients would not be those of this forward. Build the optimizer "
+                "without update_in_backward, and the model with Plan(grads='auto')"
+            )
+
+    def backward_ended(self) -> None:
+        """What was updated may be read again."""
+        if self._outdated:
+            self.close(None)  # it is open after a backward that failed: then the next use opens all of it
+        self._updated.clear()
+        self._outdated.clear()
 
     def may_be_written(self, slot: int) -> None:
         """See [Note: overwritten halves]."""
@@ -170,8 +208,8 @@ class Faces:
             at
             for at, (param, part, offset) in enumerate(zip(self._params, parts, self._offsets, strict=True))
             if offset >= 0
-            and (versions[at] != self._versions[at] or part.data_ptr() != start + offset or at in through_data)
             and type(param) in (self._plain, self.near)
+            and (versions[at] != self._versions[at] or part.data_ptr() != start + offset or at in through_data)
         ]
 
 

@@ -17,8 +17,9 @@ LEAVING   the average is known, and on its way to its place. That memory stays u
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
+from typing import NoReturn
 
 import torch
 
@@ -100,6 +101,7 @@ class Gradient:
         """Parameters that earlier pieces brought, if what is under way is a further piece."""
         self.transient = loans is not None
         """Whether ``let_go`` lets it go."""
+        self.loans = loans
         self._new_place = partial(place_of, group, tiers, ranks, dtype, keep_flat, loans)
         self._place = self._new_place()
 
@@ -107,6 +109,8 @@ class Gradient:
         """The group has another home, and gradients land there from now on. Nothing is held or under way."""
         self._expect(Phase.IDLE)
         self._place = self._new_place()
+        if self.loans is not None:
+            self.loans.close()
 
     # -- this rank's gradients ----------------------------------------------------------------------------------------
 
@@ -154,6 +158,8 @@ class Gradient:
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
         own = self._own
+        if slot in self._used:
+            self._refuse_second(slot)
         if self.phase is not Phase.IDLE or own.flat is None:
             self._fill()
         own.take(slot, grad)
@@ -171,6 +177,14 @@ class Gradient:
     def drop_pending(self, slots: set[int]) -> None:
         """Forgets gradients of some parameters that were not reduced yet."""
         self._own.drop(slots)
+
+    def _refuse_second(self, slot: int) -> NoReturn:
+        name = self.group.layout.slots[slot].name
+        raise RuntimeError(
+            f"a second backward before step(), or reentrant checkpoints that share a parameter: {name} gets another gradient, "
+            "but update_in_backward=True has used the one before. Call step() after each backward, write use_reentrant=False, "
+            "or build the optimizer without update_in_backward"
+        )
 
     def _fill(self) -> None:
         """The flat buffer is there to be written to."""
@@ -263,6 +277,8 @@ class Gradient:
 
     def check(self) -> None:
         """Raises where the gradient should be here, but its tier did not take it."""
+        if self.phase is Phase.REDUCING and self._alone and not self.held:  # its place had no room: that is tried again
+            self.finish_reduce()
         self._place.check()
 
     @property
@@ -305,13 +321,14 @@ class Gradient:
         """Some parameters have a gradient from now on, zeros at first, as if a backward had brought it."""
         self.finish_reduce()
         self.check()
-        if not self.held:
+        if self.needs_memory:
             device, label = self._reducer.device, f"gradients of {self.group.name}"
             incoming = device.allocate(self.group.own_numel * self._reducer.dtype.itemsize, label)
             incoming.data.zero_()
-            self._place.begin(incoming)
+            first = not self.held
+            self._place.begin(incoming, None if first else self._segments(slots - self.present))
             self._place.finish(incoming, None)
-            self.passes += 1
+            self.passes += first
         self._clear_forgotten()
         self.serial += 1
         self.present |= slots
@@ -321,15 +338,36 @@ class Gradient:
         """Sum of squares of the part that this rank counts, measured while it passed. None: not measured, or not valid."""
         return self._place.square_sum
 
+    @property
+    def needs_memory(self) -> bool:
+        """Whether nothing is in memory that zeros could be a part of."""
+        return self._place.holding in (Holding.NOTHING, Holding.USED)
+
     def forget(self, slots: set[int]) -> None:
         """Takes out the gradients of some parameters. They count as gone at once; their memory is zeroed when the others' are
         read or added to, because an update may be reading it now."""
-        if self.held:
+        self._used -= slots
+        if not self.needs_memory:
             self._place.square_sum = None
             self._forgotten |= slots
 
-    def used(self, slots: set[int]) -> None:
-        """An update of these parameters is under way or has ended, before ``step``."""
+    @property
+    def used(self) -> Set[int]:
+        """Parameters of which an update is under way or has ended, before ``step``."""
+        return self._used
+
+    @property
+    def all_used(self) -> bool:
+        """Whether a further gradient is one too many."""
+        return bool(self._used) and all(slot in self._used for slot, p in enumerate(self.group.params) if p.requires_grad)
+
+    @property
+    def lends(self) -> bool:
+        """Whether it lies in memory that others wait for."""
+        return self.phase is not Phase.REDUCING and self._place.lends
+
+    def use(self, slots: Set[int]) -> None:
+        """An update of these parameters is under way, before ``step``."""
         self._used |= slots
 
     def let_go(self) -> None:
@@ -337,16 +375,19 @@ class Gradient:
         if self.transient and self._used and self._used >= self.present and self.phase is not Phase.REDUCING:
             self.finish_reduce()
             self._place.let_go()
+            self._forgotten.clear()
 
     def _clear_forgotten(self) -> None:
         if not self._forgotten or not self.held:
             return
-        value = self._place.read(write=True)
-        for segment in self.group.owned_segments():
-            if segment.slot in self._forgotten:
-                value[segment.shard_start : segment.shard_start + segment.numel].zero_()
+        value = self._place.rest(write=True)
+        for segment in self._segments(self._forgotten):
+            value[segment.shard_start : segment.shard_start + segment.numel].zero_()
         self.group.pending.staging.close()
         self._forgotten.clear()
+
+    def _segments(self, slots: Set[int]) -> list[Segment]:
+        return [segment for segment in self.group.owned_segments() if segment.slot in slots]
 
     def clear(self) -> None:
         """Forgets every gradient (``zero_grad``, or after the step). What is on its way runs to its end; nothing lands."""

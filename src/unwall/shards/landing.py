@@ -8,7 +8,8 @@ whoever reads there finds them. Before that it is *reduced* (the average is know
 NOTHING  no gradient is held. Host and disk keep their place, where an update may still read what was held before.
 LANDING  the copy is on its way, ``landing`` is its ticket. The place is known, but reading it must wait for the ticket.
 LANDED   the sum of all passes so far is in its place.
-USED     an update has used it, and it is not kept: reading raises. Its memory serves the next one.
+USED     an update has used it, and it is not kept: reading raises. Its memory serves the next one. A further piece of the same
+         backward may land after that, beside nothing: LANDING again, and still nobody but an update may read.
 LOST     the place did not take it: reading raises why. Later passes are let go, because a sum without this one is of no use.
 
 ``clear`` leads to NOTHING from anywhere. Several passes before a step add up in fp32, in memory of their own.
@@ -16,6 +17,7 @@ LOST     the place did not take it: reading raises why. Later passes are let go,
 
 import enum
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 
@@ -46,6 +48,8 @@ class LandingPlace:
     """The copy on its way. None unless LANDING."""
     square_sum: torch.Tensor | None = None
     """Sum of squares of what this rank counts, measured while it passed. None: not measured, or not valid any more."""
+    gone = False
+    """A part of it, or all, was used and not kept."""
 
     def __init__(self, group: Group, tiers: Tiers, dtype: torch.dtype) -> None:
         self.holding = Holding.NOTHING
@@ -71,17 +75,26 @@ class LandingPlace:
         if self.holding is Holding.NOTHING:
             raise RuntimeError(f"group {self._group.name} holds no reduced gradient: run backward first")
         if self.holding is Holding.USED:
-            raise RuntimeError(
-                f"the gradient of group {self._group.name} is gone: update_in_backward=True has used it, and Plan(grads="
-                "'transient') keeps none. To look at gradients, or to change them, use Plan(grads='auto')"
-            )
+            self._refuse_gone()
         return self._source()
+
+    def _refuse_gone(self) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of group {self._group.name} is gone: update_in_backward=True has used it, and Plan(grads="
+            "'transient') keeps none. To look at gradients, or to change them, use Plan(grads='auto')"
+        )
 
     def _source(self) -> Store | torch.Tensor:
         raise NotImplementedError
 
     def read(self, write: bool = False) -> torch.Tensor:
         """The gradient as a tensor, landed. Without ``write`` it must not be changed."""
+        if self.gone:
+            self._refuse_gone()
+        return self.rest(write)
+
+    def rest(self, write: bool = False) -> torch.Tensor:
+        """The same of what is there, where a part is gone."""
         source = self.source
         self.await_landing()
         return source.tensor(write) if isinstance(source, Store) else source
@@ -95,6 +108,11 @@ class LandingPlace:
             self.landing.wait()
             self.landing = None
             self.holding = Holding.LANDED if self.holding is Holding.LANDING else self.holding
+
+    @property
+    def lends(self) -> bool:
+        """Whether it lies in memory that others wait for."""
+        return False
 
     def take_flat(self) -> MemoryBlock | None:
         """Gives out the flat buffer, if there is one here, for a further pass."""
@@ -120,7 +138,7 @@ class LandingPlace:
 
     def clear(self) -> None:
         """Holds nothing any more."""
-        self.holding, self.landing, self.square_sum = Holding.NOTHING, None, None
+        self.holding, self.landing, self.square_sum, self.gone = Holding.NOTHING, None, None, False
 
     @property
     def _wide(self) -> torch.dtype:
@@ -187,7 +205,7 @@ class OnDevice(LandingPlace):
     def let_go(self) -> None:
         if self._transient:
             self.clear()
-            self.holding = Holding.USED
+            self.holding, self.gone = Holding.USED, True
 
     def clear(self) -> None:
         super().clear()
