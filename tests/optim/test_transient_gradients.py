@@ -421,3 +421,12 @@ def test_a_recomputation_never_reads_what_was_updated_since(read, place):
         optimizer.step()
         optimizer.zero_grad()
     assert model.last.weight.isfinite().all()
+
+
+def test_parameters_that_nobody_steps_are_to_be_frozen():
+    model = build()
+    unwall.shard(model, Plan(**HOST, grads="transient"))
+    optimizer = unwall.AdamW([param for param in model.parameters() if param.dim() == 2], update_in_backward=True)
+    steps(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"no optimizer steps.*requires_grad_\(False\)"):
+        backward(model, 1)

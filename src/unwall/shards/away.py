@@ -164,8 +164,9 @@ class PassingThrough(Away):
             self._put_beside(incoming, beside, self._block)
         else:
             raise RuntimeError(
-                f"a second backward before step() for group {self._group.name}, but Plan(grads='transient') keeps no gradients "
-                "that could add up: call step() after each backward, or use Plan(grads='auto')"
+                f"a second backward before step() for group {self._group.name}, or it has parameters that no optimizer steps, "
+                "but Plan(grads='transient') keeps no gradients that could add up: call step() after each backward, freeze "
+                "what is not trained (requires_grad_(False)), or use Plan(grads='auto')"
             )
 
     def _begin_first(self, incoming: MemoryBlock) -> None:
