@@ -205,10 +205,8 @@ class PassingThrough(Away):
 
     def let_go(self) -> None:
         self._give_back()
-        self.holding, self.gone = (
-            Holding.USED,
-            True,
-        )  # still on its way, perhaps: whoever needs its memory on the device waits for that
+        # Still on its way, perhaps: whoever needs its memory on the device waits for that.
+        self.holding, self.gone = Holding.USED, True
 
     def clear(self) -> None:
         self._give_back()
