@@ -275,6 +275,11 @@ def export(
 
         for path in export_checkpoint(_of_run(checkpoint), out, read_dtype(dtype), max_shard_size):
             typer.echo(str(path))
+        if (run := _run_around(checkpoint)) is not None:
+            from unwall.train.result import export_tokenizer
+
+            if (missing := export_tokenizer(run, out)) is not None:
+                typer.echo(missing, err=True)
 
 
 @app.command()
@@ -298,12 +303,23 @@ def _of_run(path: Path) -> Path:
     """The checkpoints of a directory that ``unwall train --out`` made; any other path as it is."""
     if path.is_file():
         raise ValueError(f"{path}: is a file; give the directory of a checkpoint, or the one that `unwall train --out` wrote")
-    run = path.parent if path.name == "checkpoints" else path
-    if not (run / "run.json").is_file():
+    run = _run_around(path)
+    if run is None:
         return path
     if any((run / "checkpoints").glob("adapters-*")):
         raise ValueError(f"{run}: a run with --lora, whose checkpoints hold adapters alone; {run} itself is what peft loads")
-    return run / "checkpoints"
+    return path if run == path.absolute().parent.parent else run / "checkpoints"
+
+
+def _run_around(path: Path) -> Path | None:
+    """The directory that ``unwall train --out`` made, of itself, its checkpoints or one of them."""
+    path = path.absolute()
+    around = [path]
+    if path.name == "checkpoints":
+        around.append(path.parent)
+    if path.parent.name == "checkpoints":
+        around.append(path.parent.parent)
+    return next((run for run in around if (run / "run.json").is_file()), None)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 import json
 import math
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 from train_tools import losses, make_jsonl, make_model, make_plan, read_log, train_here
+from typer.testing import CliRunner
 
+from unwall.cli import app
 from unwall.train import loop
 from unwall.train.errors import TrainError
 from unwall.train.model import empty_model, read_config
@@ -146,6 +149,30 @@ def test_the_result_is_a_model_of_transformers(place, undisturbed):
         asked = tokenizer("the tier", return_tensors="pt")
         made = model.generate(**asked, max_new_tokens=4, do_sample=False)
         assert made.shape[1] > asked["input_ids"].shape[1]
+
+
+def test_an_export_of_a_run_has_its_tokenizer(place, undisturbed, tmp_path):
+    import transformers
+
+    run = place / "whole-llama"
+    checkpoint = sorted((run / "checkpoints").glob("checkpoint-*"))[0]
+    result = CliRunner().invoke(app, ["export", str(checkpoint), str(tmp_path / "out")])
+    assert (result.exit_code, result.stderr) == (0, "")
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (
+        words("the tier")["input_ids"] == transformers.AutoTokenizer.from_pretrained(place / "llama")("the tier")["input_ids"]
+    )
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(run / "checkpoints", unfinished / "checkpoints")
+    options = json.loads((run / "run.json").read_text())["options"]
+    for model, complaint in ((options["model"], ""), ("gone", "the tokenizer is not written: gone, where")):
+        (unfinished / "run.json").write_text(json.dumps({"version": 1, "options": options | {"model": model}}))
+        result = CliRunner().invoke(app, ["export", str(unfinished), str(tmp_path / model.replace("/", "-"))])
+        assert result.exit_code == 0
+        assert result.stderr.startswith(complaint)
+        assert (tmp_path / model.replace("/", "-") / "tokenizer.json").is_file() is not bool(complaint)
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(place, undisturbed, monkeypatch, capsys):
