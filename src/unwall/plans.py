@@ -65,7 +65,7 @@ class Plan:
     disk_bytes: int | str | None = None
     """What unwall may hold on disk. None: what the drive has free."""
     passes: int = 1
-    """How many backward calls add up before a step. More than one makes room for their sum in fp32 on the host."""
+    """How many backward calls add up before a step. More than one sets room aside for their sum in fp32."""
     compute_dtype: torch.dtype = torch.bfloat16
     """The dtype that forward and backward compute in. The master copy is always fp32."""
     reduce_dtype: torch.dtype | Packed | None = None

@@ -10,6 +10,7 @@ from unwall.shards.placement import (
     Sizes,
     chunk_bytes,
     chunk_elements,
+    growth_bytes_of,
     replica_bytes_on,
     ring_slot_bytes,
     transient_bytes,
@@ -64,7 +65,7 @@ def _held(size: Sizes, home: Home, passes: int, moment_bytes: int) -> list[tuple
         (home.grads, GRADIENTS, size.grad_bytes),
     ]
     if home.grads != "host":
-        rows.append((home.grads, WIDENED, size.widening_bytes))
+        rows.append((home.grads, WIDENED, growth_bytes_of(size, home)))
     elif passes > 1 and size.trainable:  # beside the landed gradient
         rows.append(("host", SUMS, size.grad_bytes + size.widening_bytes))
     rows += [("device", RESIDUALS, size.residual_bytes), ("host", RESIDUALS, size.averaged_residual_bytes)]

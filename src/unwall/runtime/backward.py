@@ -33,6 +33,8 @@ from unwall.shards.group import Group, Residence, close_all
 from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
 
+_SUM = "the sum of several backwards, in fp32,"
+_SUM_ADVICE = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
 _TENSOR = torch.Tensor
 _current_task, _current_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
 
@@ -322,21 +324,25 @@ class Backward:
         return number
 
     def _check_sums(self) -> None:
-        """A backward begins that adds to what is held. BudgetError, before anything is changed, where the host has no room."""
-        if self._host.budget_bytes is None or not any(gradient.present for gradient in self._gradients):
+        """A backward begins that adds to what is held. BudgetError, before anything is changed, where there is no room."""
+        if not any(gradient.present for gradient in self._gradients):
             return
         again = not any(self.awaiting)  # a graph of an earlier pass: nobody has said what will come
         pairs = zip(self._gradients, self.awaiting, strict=True)
-        needed = sum(gradient.sum_bytes(gradient.present if again else awaited) for gradient, awaited in pairs)
+        adding = [(gradient, gradient.present if again else awaited) for gradient, awaited in pairs]
+        if any(gradient.group.home.one_pass and gradient.sum_growth_bytes(slots) for gradient, slots in adding):
+            growth = sum(gradient.sum_growth_bytes(slots) for gradient, slots in adding)
+            self._executor.expect_room(growth, _SUM, _SUM_ADVICE)
+        if self._host.budget_bytes is None:
+            return
+        needed = sum(gradient.sum_bytes(slots) for gradient, slots in adding)
         for try_again in (True, False):
             free = self._host.free_bytes
             if free is None or needed <= free:
                 return
             if not try_again or not self._host.reclaim():
                 break
-        live, budget = self._host.live_bytes, self._host.budget_bytes
-        advice = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
-        raise BudgetError("host", needed, live, budget, "the sum of several backwards, in fp32,", advice)
+        raise BudgetError("host", needed, self._host.live_bytes, self._host.budget_bytes, _SUM, _SUM_ADVICE)
 
     @interrupts.defers
     def _task_done(self, task: int) -> None:

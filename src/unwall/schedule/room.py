@@ -100,6 +100,12 @@ class Room(Generic[AnyGroup, AnyGradient]):
         """Whether ``nbytes`` fit beside what two groups and one reduction take at most. Drops nothing."""
         return self._could_hold(nbytes + 2 * self._largest_fetch + self._largest_reduce)
 
+    def expect_room(self, nbytes: int, label: str, advice: str) -> None:
+        """BudgetError where that is not so. Without a budget nothing is refused."""
+        ledger = self._ledger
+        if ledger.budget_bytes is not None and not self.has_room(nbytes):
+            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label, advice)
+
     def _could_hold(self, nbytes: int) -> bool:
         """Whether there would be room after dropping what nothing reads now."""
         free = self._free_bytes()

@@ -108,6 +108,7 @@ def group_sizes(
         replica_bytes=layout.flat_bytes // per_node if nodes and plan.replica and plan.stage > 0 else 0,
         master_bytes=owned * master_bytes,
         transient_bytes=own_grad if passes else 0,
+        adds_up=plan.passes > 1 or several or world_size > 1,  # over ranks, one in another order may add up in one pass
     )
 
 

@@ -155,6 +155,10 @@ class Gradient:
         """Host memory that further gradients of ``slots`` take, to be added to what is held."""
         return 0 if self.present.isdisjoint(slots) else self._place.sum_bytes
 
+    def sum_growth_bytes(self, slots: set[int]) -> int:
+        """Device memory that the same takes for good."""
+        return 0 if self.present.isdisjoint(slots) else self._place.sum_growth_bytes
+
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
         own = self._own

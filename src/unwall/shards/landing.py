@@ -124,6 +124,11 @@ class LandingPlace:
         return 0
 
     @property
+    def sum_growth_bytes(self) -> int:
+        """What of it stays, when what was held before is let go."""
+        return 0
+
+    @property
     def sum_bytes(self) -> int:
         """Host memory that a further pass takes for the sum of all."""
         return 0
@@ -201,6 +206,11 @@ class OnDevice(LandingPlace):
     def growth_bytes(self) -> int:
         grows = self._value is not None and self._value.dtype.itemsize < 4
         return self._group.own_numel * 4 if grows else 0
+
+    @property
+    def sum_growth_bytes(self) -> int:
+        freed = 0 if self._block is None else self._block.charged_bytes
+        return max(0, self.growth_bytes - freed)
 
     def let_go(self) -> None:
         if self._transient:

@@ -11,6 +11,12 @@ What is then left of the host is too little for the master and optimizer state o
 alone, while the rest of their state is on disk. That is a finer step: 2 of 10 bytes per element, with AdamW and bf16. Masters
 belong to the groups, so they are as large whatever the optimizer turns out to be; and since that may keep more than AdamW, on
 disk, there stays room for chunks twice as large.
+
+[Note: one pass]
+A gradient that waits on the device may have to grow: several passes add up in fp32. Room for that is 2 of 16 bytes per element,
+with bf16. Where more of the model would lie on a drive for it, or would not fit at all, a plan of one pass is taken at its
+word: nothing is set aside, and a second backward before the step is refused before it begins. With ``host_bytes`` the host
+refuses it there in any case, because states fill it. Without, sums may take what is left of the machine, so room is set aside.
 """
 
 from collections.abc import Callable, Sequence
@@ -71,6 +77,8 @@ class Sizes:
     """What the master takes beside the parameters: a part of ``state_bytes``."""
     transient_bytes: int = 0
     """What the gradient takes while it waits for its update, where it is not kept (then ``grad_bytes`` is 0)."""
+    adds_up: bool = True
+    """Its gradient may be added to in a plan's only pass, or the plan says that there are several. See [Note: one pass]."""
 
     @property
     def landing_bytes(self) -> int:
@@ -93,6 +101,8 @@ class Home:
     """Where a second copy inside the node lies, if there is one."""
     apart: TierName | None = None
     """Of the master, where it is not with the optimizer state: see [Note: masters]."""
+    one_pass: bool = False
+    """On the device: there is no room for the sum of several passes. See [Note: one pass]."""
 
     @property
     def master(self) -> TierName:
@@ -116,6 +126,8 @@ LADDER = (DEVICE, HOST, SPILLED, DISK)
 """See [Note: ladder]."""
 MASTER_KEPT = replace(SPILLED, apart="host")
 """See [Note: masters]."""
+ONE_PASS = replace(DEVICE, one_pass=True)
+"""See [Note: one pass]."""
 
 
 def device_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -123,8 +135,13 @@ def device_bytes_of(sizes: Sizes, home: Home) -> int:
     kept = sizes.residual_bytes + replica_bytes_on("device", sizes, home)
     if home.tier == "device":
         held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
-        return held + sizes.state_bytes + sizes.grad_bytes + sizes.widening_bytes + kept
+        return held + sizes.state_bytes + sizes.grad_bytes + growth_bytes_of(sizes, home) + kept
     return kept + (sizes.flat_bytes if home.resident else 0)
+
+
+def growth_bytes_of(sizes: Sizes, home: Home) -> int:
+    """What is set aside where the gradient waits for its update, beside it, for its sum in fp32."""
+    return 0 if home.one_pass or home.grads == "host" else sizes.widening_bytes
 
 
 def host_bytes_of(sizes: Sizes, home: Home) -> int:
@@ -139,7 +156,7 @@ def replica_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
 
 
 def disk_bytes_of(sizes: Sizes, home: Home) -> int:
-    return _on("disk", sizes, home) + (sizes.widening_bytes if home.grads == "disk" else 0)
+    return _on("disk", sizes, home) + (growth_bytes_of(sizes, home) if home.grads == "disk" else 0)
 
 
 def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
@@ -234,8 +251,37 @@ def place(
     The first groups of the model go to the device: they are needed first, while the host still updates the rest. What does
     not fit anywhere gets its slowest home all the same; ``check_fit`` in build.py says what is missing.
     """
-    trained, frozen = _ladder(True, plan), _ladder(False, plan)
+    frozen = _ladder(False, plan)
+    trained = _ladder(True, plan)
     ladders = [trained if size.trainable else frozen for size in sizes]
+    homes = _placed(sizes, ladders, plan, device_budget_bytes, host_budget_bytes)
+    short = _lack(sizes, homes, device_budget_bytes, host_budget_bytes)
+    if short == (0, 0) or (short[0] == 0 and plan.budget_host_bytes is None) or DEVICE not in trained:
+        return homes
+    tight = [ONE_PASS if home == DEVICE else home for home in trained]
+    ladders = [tight if size.trainable and not size.adds_up else each for size, each in zip(sizes, ladders, strict=True)]
+    tighter = _placed(sizes, ladders, plan, device_budget_bytes, host_budget_bytes)
+    return tighter if _lack(sizes, tighter, device_budget_bytes, host_budget_bytes) < short else homes
+
+
+def _lack(sizes: Sequence[Sizes], homes: Sequence[Home], device: int | None, host: int | None) -> tuple[int, int]:
+    """Bytes beyond the budgets of device and host, and what is on disk."""
+    tally = Tally(sizes, homes)
+    beyond = 0
+    if device is not None:
+        beyond += max(0, tally.held_bytes(device_bytes_of) + working_bytes(*tally.some()) - device)
+    if host is not None:
+        beyond += max(0, tally.held_bytes(host_bytes_of) + host_working_bytes(*tally.some()) - host)
+    return beyond, tally.held_bytes(disk_bytes_of)
+
+
+def _placed(
+    sizes: Sequence[Sizes],
+    ladders: Sequence[Sequence[Home]],
+    plan: Plan,
+    device_budget_bytes: int | None,
+    host_budget_bytes: int | None,
+) -> list[Home]:
     homes = [ladder[-1] for ladder in ladders]
     homes = _climb(sizes, ladders, homes, "device", lambda trial: _fits_device(trial, device_budget_bytes))
     homes = _near_replicas(sizes, homes, device_budget_bytes)  # first: what lies on the device takes nothing of the host
@@ -327,7 +373,7 @@ def _fits_host(tally: Tally[Sizes, Home], budget: int | None) -> bool:
 
 def _at_most(ladder: Sequence[Home], goal: Home) -> list[Home]:
     """The rungs of a ladder that are not above ``goal``."""
-    rank = {home: height for height, home in enumerate(LADDER)}
+    rank = {home: height for height, home in enumerate(LADDER)} | {ONE_PASS: 0}
     kept = [home for home in ladder if rank.get(home, len(LADDER)) >= rank[goal]]
     return kept or list(ladder[-1:])
 
