@@ -13,8 +13,8 @@ from unwall.planner.description import from_shape
 from unwall.planner.hardware import load
 from unwall.planner.outline import skeleton
 from unwall.shards.build import plan_groups, sizes_of
-from unwall.shards.placement import DISK as DISK_HOME
-from unwall.shards.placement import disk_bytes_of
+from unwall.shards.home import DISK as DISK_HOME
+from unwall.shards.home import disk_bytes_of
 from unwall.shards.tiles import forced
 
 DISK = {"params": "disk", "grads": "disk", "optimizer": "disk", "disk": "/fast"}
@@ -77,7 +77,7 @@ def test_32t_on_32_dgx2():
 def test_a_disagreement_is_named(monkeypatch):
     real = dryrun._expected
     monkeypatch.setattr(dryrun, "_expected", lambda *given: {tier: nbytes + 1 for tier, nbytes in real(*given).items()})
-    with pytest.raises(dryrun.DryRunError, match=r"rank 0 holds \d+ bytes on the device, placement.py counts"):
+    with pytest.raises(dryrun.DryRunError, match=r"rank 0 holds \d+ bytes on the device, shards/home.py counts"):
         dryrun.dry_run(decoder(), ChosenPlan(ranks=4))
 
 

@@ -16,7 +16,8 @@ from unwall.planner.pace import COMPUTE, FETCH, UPDATE, pace_of
 from unwall.planner.predict import kept_share, predict, work_of
 from unwall.planner.simulation.run import Simulation
 from unwall.plans import Plan
-from unwall.shards.placement import device_bytes_of, disk_bytes_of, host_bytes_of, host_working_bytes, working_bytes
+from unwall.shards.home import device_bytes_of, disk_bytes_of, host_bytes_of
+from unwall.shards.working import host_working_bytes, working_bytes
 from unwall.tiers.ledger import BudgetError
 
 MACHINE_8 = dataclasses.replace(MACHINE, devices_per_node=8, collective_bytes_per_s=1e11)

@@ -15,7 +15,8 @@ from unwall.planner.predict import predict, work_of
 from unwall.planner.simulation.run import Simulation
 from unwall.planner.traffic import of_near_gather, with_nodes
 from unwall.plans import Plan
-from unwall.shards.placement import device_bytes_of, working_bytes
+from unwall.shards.home import device_bytes_of
+from unwall.shards.working import working_bytes
 
 SETUP = Setup(steps=2, blocks=4)
 INT8 = {"gather_dtype": "int8", "reduce_dtype": "int8"}

@@ -7,7 +7,9 @@ from torch import nn
 import unwall
 from unwall.plans import Plan
 from unwall.shards.build import plan_groups, sizes_of
-from unwall.shards.placement import DISK, host_working_bytes, place, working_bytes
+from unwall.shards.home import DISK
+from unwall.shards.placement import place
+from unwall.shards.working import host_working_bytes, working_bytes
 
 BUDGET = 512 << 10
 

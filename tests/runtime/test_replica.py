@@ -17,10 +17,12 @@ import unwall
 from unwall.plans import Plan, PlanError
 from unwall.shards.build import group_sizes
 from unwall.shards.control import PeerError
+from unwall.shards.home import DEVICE as DEVICE_HOME
+from unwall.shards.home import device_bytes_of, host_bytes_of
 from unwall.shards.layout import build_layout
 from unwall.shards.nodes import per_node_of
-from unwall.shards.placement import DEVICE as DEVICE_HOME
-from unwall.shards.placement import device_bytes_of, host_bytes_of, place, working_bytes
+from unwall.shards.placement import place
+from unwall.shards.working import working_bytes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KNOWN, REPLICA = {"node_ranks": 2}, {"node_ranks": 2, "replica": "node"}

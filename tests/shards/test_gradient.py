@@ -14,9 +14,9 @@ from unwall.shards.accumulate import Accumulator
 from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.gradient import Gradient, Phase
 from unwall.shards.group import Group
+from unwall.shards.home import DEVICE, DISK, HOST, Home
 from unwall.shards.landing import Holding
 from unwall.shards.layout import build_layout
-from unwall.shards.placement import DEVICE, DISK, HOST, Home
 from unwall.shards.reduce import Reducer
 from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Staging

@@ -6,10 +6,12 @@ from offload import Setup, build, differing, few_chunks, outcome, over_budget, s
 
 import unwall
 from unwall.plans import Plan
-from unwall.shards import placement
+from unwall.shards import working
 from unwall.shards.arrange import arrange
 from unwall.shards.build import Room
-from unwall.shards.placement import HOST, MASTER_KEPT, SPILLED, Sizes, disk_bytes_of, host_bytes_of, host_working_bytes, place
+from unwall.shards.home import HOST, MASTER_KEPT, SPILLED, Sizes, disk_bytes_of, host_bytes_of
+from unwall.shards.placement import place
+from unwall.shards.working import host_working_bytes
 
 NUMEL = 1 << 20
 SETUP, WIDTH = Setup(clip=0.5, blocks=3), 256
@@ -37,8 +39,8 @@ def needed(sizes, homes):
 
 
 def spare_for(sizes, homes):
-    elements = placement.chunk_elements(sizes, homes)
-    return placement.CHUNKS_IN_FLIGHT * max(map(placement.chunk_bytes, sizes, homes, [elements] * len(sizes)))
+    elements = working.chunk_elements(sizes, homes)
+    return working.CHUNKS_IN_FLIGHT * max(map(working.chunk_bytes, sizes, homes, [elements] * len(sizes)))
 
 
 def test_what_is_left_of_the_host_goes_to_masters():

@@ -9,17 +9,9 @@ from test_masters_apart import NUMEL, group
 
 import unwall
 from unwall.plans import Plan
-from unwall.shards.placement import (
-    DEVICE,
-    HOST,
-    ONE_PASS,
-    device_bytes_of,
-    disk_bytes_of,
-    host_bytes_of,
-    host_working_bytes,
-    place,
-    working_bytes,
-)
+from unwall.shards.home import DEVICE, HOST, ONE_PASS, device_bytes_of, disk_bytes_of, host_bytes_of
+from unwall.shards.placement import place
+from unwall.shards.working import host_working_bytes, working_bytes
 
 SETUP, WIDTH = Setup(blocks=6), 128
 SIZES = [replace(group(NUMEL), adds_up=False)] * 12

@@ -21,29 +21,20 @@ from random import Random
 import pytest
 
 from unwall.plans import Plan, PlanError
-from unwall.shards.placement import (
+from unwall.shards.home import DEVICE, DISK, HOST, LADDER, SPILLED, Home, Sizes, device_bytes_of, disk_bytes_of, host_bytes_of
+from unwall.shards.placement import place
+from unwall.shards.tally import Tally
+from unwall.shards.working import (
     CHUNK_ELEMENTS,
     CHUNKS_IN_FLIGHT,
-    DEVICE,
-    DISK,
-    HOST,
-    LADDER,
     RING_SLOT_BYTES,
     RING_SLOTS,
-    SPILLED,
-    Home,
-    Sizes,
     chunk_bytes,
     chunk_elements,
-    device_bytes_of,
-    disk_bytes_of,
-    host_bytes_of,
     host_working_bytes,
-    place,
     ring_slot_bytes,
     working_bytes,
 )
-from unwall.shards.tally import Tally
 from unwall.tiers.sizes import ALIGNMENT
 
 TIERS = ("device", "host", "disk")
@@ -121,7 +112,7 @@ def need(sizes: Sequence[Sizes], homes: Sequence[Home]) -> tuple[int, int]:
 
 
 def traffic(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """Bytes that go to or come from the disk per step: see [Note: ladder] in placement.py."""
+    """Bytes that go to or come from the disk per step: see [Note: ladder] in shards/home.py."""
     total = 0
     for size, home in zip(sizes, homes, strict=True):
         total += 3 * size.shard_bytes * (home.params == "disk")

@@ -12,7 +12,7 @@ from torch import nn
 import unwall
 from unwall.plans import Plan, PlanError
 from unwall.runtime import resources
-from unwall.shards import placement
+from unwall.shards import working
 
 WIDTH = 64
 DEVICE = {"params": "device", "optimizer": "device"}
@@ -97,18 +97,18 @@ def smallest(model, name, **fields):
 def few_chunks():
     """Two chunks under update instead of six. With six a host that has room for them holds all of these small models, too, and
     no budget puts groups on all tiers."""
-    before = placement.CHUNKS_IN_FLIGHT
-    placement.CHUNKS_IN_FLIGHT = resources.CHUNKS_IN_FLIGHT = 2
+    before = working.CHUNKS_IN_FLIGHT
+    working.CHUNKS_IN_FLIGHT = resources.CHUNKS_IN_FLIGHT = 2
     try:
         yield
     finally:
-        placement.CHUNKS_IN_FLIGHT = resources.CHUNKS_IN_FLIGHT = before
+        working.CHUNKS_IN_FLIGHT = resources.CHUNKS_IN_FLIGHT = before
 
 
 def mixed_plan(setup, folder):
     """The fields of an ``auto`` plan whose budgets put groups on each of the three tiers. Inside ``few_chunks``."""
     fields = {"stage": setup.stage, "compute_dtype": setup.dtype, "passes": setup.passes, "disk": folder}
-    like = setup.stage, setup.dtype, setup.passes, setup.frozen, setup.blocks, rank_and_world()[1], placement.CHUNKS_IN_FLIGHT
+    like = setup.stage, setup.dtype, setup.passes, setup.frozen, setup.blocks, rank_and_world()[1], working.CHUNKS_IN_FLIGHT
     if like in _mixed_budgets:
         return {**fields, **_mixed_budgets[like]}
     model = build(setup.frozen, setup.blocks)

@@ -8,8 +8,9 @@ from unwall.optim.updates import HostUpdate
 from unwall.runtime.engine import Engine
 from unwall.shards.build import Room, check_fit, group_sizes
 from unwall.shards.group import Group
-from unwall.shards.placement import Sizes, chunk_bytes
+from unwall.shards.home import Sizes
 from unwall.shards.states import GROUP, adamw_specs, bytes_per_element, master_specs
+from unwall.shards.working import chunk_bytes
 
 
 def make_room(engine: Engine, groups: Iterable[Group], rule: UpdateRule, own: OwnStates, name: str) -> None:

@@ -25,8 +25,8 @@ from unwall.plans import Plan
 from unwall.runtime.assemble import assemble
 from unwall.shards import collectives
 from unwall.shards.build import Room
+from unwall.shards.home import Home, Sizes
 from unwall.shards.layout import SLOT_BYTES, Layout
-from unwall.shards.placement import Home, Sizes
 from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.shards.watch import Watch
 from unwall.tiers.block import Block, MemoryBlock
@@ -171,7 +171,7 @@ def _shard_on_paper(module: nn.Module, plan: Plan, chosen: ChosenPlan, rank: int
 
 
 def _expected(sizes: Sequence[Sizes], homes: Sequence[Home]) -> dict[TierName, int]:
-    """Parameters, master and moments by tier, as ``placement.py`` counts them."""
+    """Parameters, master and moments by tier, as ``shards/home.py`` counts them."""
     found: dict[TierName, int] = {"device": 0, "host": 0, "disk": 0}
     for size, home in zip(sizes, homes, strict=True):
         found[home.params] += size.shard_bytes if home.tier == "host" or not size.whole else size.flat_bytes
@@ -185,7 +185,7 @@ def _expected(sizes: Sequence[Sizes], homes: Sequence[Home]) -> dict[TierName, i
 def _check(rank: int, held: dict[TierName, int], expected: dict[TierName, int]) -> None:
     for tier, nbytes in expected.items():
         if held.get(tier, 0) != nbytes:
-            raise DryRunError(f"rank {rank} holds {held.get(tier, 0)} bytes on the {tier}, placement.py counts {nbytes}")
+            raise DryRunError(f"rank {rank} holds {held.get(tier, 0)} bytes on the {tier}, shards/home.py counts {nbytes}")
 
 
 def _formula(layouts: Sequence[Layout], plan: Plan, ranks: int, padded: bool = False) -> float:

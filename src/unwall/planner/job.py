@@ -19,17 +19,10 @@ from unwall.schedule.executor import REDUCES_IN_FLIGHT
 from unwall.shards.build import Room, sizes_of
 from unwall.shards.grouping import Unit, uncut
 from unwall.shards.groupings import Planned
+from unwall.shards.home import Home, Sizes, device_bytes_of, disk_bytes_of, host_bytes_of
 from unwall.shards.layout import Layout
-from unwall.shards.placement import (
-    Home,
-    Sizes,
-    device_bytes_of,
-    disk_bytes_of,
-    host_bytes_of,
-    host_working_bytes,
-    place,
-    working_bytes,
-)
+from unwall.shards.placement import place
+from unwall.shards.working import host_working_bytes, working_bytes
 
 MAX_PLACED = 2000
 """Groups that are still placed one by one: that takes the square of their number."""

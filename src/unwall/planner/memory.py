@@ -1,22 +1,17 @@
-"""Bytes per tier, each term named. The sums are those of ``shards/placement.py``, which the engine decides by."""
+"""Bytes per tier, each term named. The sums are those of ``shards/home.py`` and ``shards/working.py``, as in the engine."""
 
 import torch
 
 from unwall.planner.job import Job, planned_journal_bytes, shadow_bytes
-from unwall.shards.placement import (
-    CHUNKS_IN_FLIGHT,
+from unwall.shards.home import Home, Sizes, growth_bytes_of, replica_bytes_on
+from unwall.shards.states import adamw_specs, bytes_per_element
+from unwall.shards.working import (
     RING_SLOTS,
-    Home,
-    Sizes,
-    chunk_bytes,
-    chunk_elements,
-    growth_bytes_of,
-    replica_bytes_on,
+    chunks_bytes,
     ring_slot_bytes,
     transient_bytes,
     working_bytes,
 )
-from unwall.shards.states import adamw_specs, bytes_per_element
 from unwall.tiers.ledger import TierName
 
 MOMENT_BYTES = bytes_per_element(adamw_specs(torch.float32))
@@ -89,8 +84,7 @@ def _add_working(job: Job, found: Terms) -> None:
     on_disk = [(size, home) for size, home in zip(job.sizes, job.homes, strict=True) if home.on_disk]
     if not on_disk:
         return
-    elements = chunk_elements(job.sizes, job.homes)
-    chunks = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in on_disk)
+    chunks = chunks_bytes(job.sizes, job.homes)
     ways = any(home.params == "disk" for _, home in on_disk) + any(home.grads == "disk" for _, home in on_disk)
     rings = ways * RING_SLOTS * ring_slot_bytes(job.sizes, job.homes)
     found["host"][CHUNKS], found["host"][RINGS] = chunks, rings

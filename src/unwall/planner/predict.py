@@ -12,7 +12,7 @@ from unwall.planner.memory import Terms, disk_peak_bytes, host_peak_bytes, terms
 from unwall.planner.pace import dtype_name, pace_of, update_bytes
 from unwall.planner.simulation.run import Simulation
 from unwall.planner.traffic import Traffic, has_replica, of_gather, of_near_gather, of_reduction
-from unwall.shards.placement import state_bytes_on
+from unwall.shards.home import state_bytes_on
 from unwall.tiers.ledger import TierName
 
 _DAY_S = 86_400

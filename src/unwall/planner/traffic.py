@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from unwall.planner.formulas import Ceilings
 from unwall.planner.hardware import Hardware
 from unwall.plans import Plan
-from unwall.shards.placement import Home, Sizes, replica_bytes_on, transit_bytes_of
+from unwall.shards.home import Home, Sizes, replica_bytes_on
+from unwall.shards.working import transit_bytes_of
 
 
 @dataclass(frozen=True)

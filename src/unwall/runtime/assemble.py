@@ -17,7 +17,8 @@ from unwall.shards.build import Room, make_groups
 from unwall.shards.collectives import Ranks
 from unwall.shards.dimensions import Others
 from unwall.shards.grouping import Cuts, uncut
-from unwall.shards.placement import Home, Sizes, host_bytes_of, host_working_bytes, least_device_bytes
+from unwall.shards.home import Home, Sizes, host_bytes_of
+from unwall.shards.working import host_working_bytes, least_device_bytes
 from unwall.tiers.tiers import Tiers
 
 

@@ -18,7 +18,7 @@ from unwall.runtime.calls import Frame
 from unwall.runtime.places import Places
 
 AT_ONCE = 2
-"""Groups that calls on the stack may hold so that one of them covers: see ``working_bytes`` in shards/placement.py."""
+"""Groups that calls on the stack may hold so that one of them covers: see ``working_bytes`` in shards/working.py."""
 
 
 class Covered:

@@ -22,8 +22,9 @@ from unwall.runtime.turns import alone
 from unwall.shards.build import Room, check_fit, group_sizes, smallest
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
+from unwall.shards.home import Home, Sizes
 from unwall.shards.owned import tier_of
-from unwall.shards.placement import Home, Sizes, place
+from unwall.shards.placement import place
 from unwall.shards.states import GROUP, StateKey, adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Store
 from unwall.tiers.disk import DiskTier

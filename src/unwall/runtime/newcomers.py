@@ -21,8 +21,8 @@ from unwall.runtime.hooks import engine_of, follow_wrapper, load_through, state_
 from unwall.runtime.init import whole_value
 from unwall.runtime.refusals import refuse_around
 from unwall.shards.build import ignored, make_groups, plan_groups, sizes_of
+from unwall.shards.home import DEVICE, Home, Sizes
 from unwall.shards.local import is_distributed
-from unwall.shards.placement import DEVICE, Home, Sizes
 
 _COMPILED = "OptimizedModule"
 """What torch.compile puts around a model: it calls the model as it is."""

@@ -7,7 +7,8 @@ import torch
 
 from unwall.plans import Plan
 from unwall.shards.build import Room
-from unwall.shards.placement import CHUNKS_IN_FLIGHT, Home, Sizes, chunk_bytes, chunk_elements, ring_slot_bytes
+from unwall.shards.home import Home, Sizes
+from unwall.shards.working import CHUNKS_IN_FLIGHT, chunk_bytes, chunk_elements, ring_slot_bytes
 from unwall.tiers.device import DeviceTier
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.host import HostTier, available_bytes, local_ranks

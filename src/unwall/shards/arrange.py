@@ -21,8 +21,10 @@ from unwall.plans import Plan, PlanError
 from unwall.shards.build import Room, check_fit, compute_dtype, fp32_names, sizes_of
 from unwall.shards.grouping import BUDGET_SHARE, Cuts, group_bytes, uncut
 from unwall.shards.groupings import Groupings, Planned
-from unwall.shards.placement import Home, Sizes, place, working_bytes
+from unwall.shards.home import Home, Sizes
+from unwall.shards.placement import place
 from unwall.shards.tiles import forced, tileable
+from unwall.shards.working import working_bytes
 from unwall.tiers.sizes import format_bytes
 
 _TIERS = ("device", "host", "disk")

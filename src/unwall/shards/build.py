@@ -17,21 +17,13 @@ from unwall.shards.groupings import compute_dtype as compute_dtype
 from unwall.shards.groupings import fp32_names as fp32_names
 from unwall.shards.groupings import ignored as ignored
 from unwall.shards.groupings import plan_groups as plan_groups
+from unwall.shards.home import Home, Sizes, device_bytes_of, disk_bytes_of, host_bytes_of
 from unwall.shards.layout import Layout
 from unwall.shards.local import made_real, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
-from unwall.shards.placement import (
-    TRANSIENT_GRADIENTS,
-    Home,
-    Sizes,
-    device_bytes_of,
-    disk_bytes_of,
-    host_bytes_of,
-    host_working_bytes,
-    working_bytes,
-)
 from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Staging
+from unwall.shards.working import TRANSIENT_GRADIENTS, host_working_bytes, working_bytes
 from unwall.tiers.loans import Loans
 from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers

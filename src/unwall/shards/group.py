@@ -18,10 +18,10 @@ from unwall.shards.collectives import Collective, Ranks
 from unwall.shards.compress import Codec, travels_packed
 from unwall.shards.faces import Faces
 from unwall.shards.flat import FlatBuffer
+from unwall.shards.home import Home
 from unwall.shards.layout import Layout
 from unwall.shards.owned import Owned
 from unwall.shards.packed_gather import PackedGather
-from unwall.shards.placement import Home
 from unwall.shards.replica import Replica
 from unwall.shards.store import Staging, Store
 from unwall.tiers.block import Region

@@ -5,8 +5,8 @@ import torch
 from unwall.native.pool import WorkerPool
 from unwall.shards.collectives import Ranks
 from unwall.shards.flat import FlatBuffer
+from unwall.shards.home import Home
 from unwall.shards.layout import Layout, Segment
-from unwall.shards.placement import Home
 from unwall.shards.states import GROUP, StateKey, StateSpec
 from unwall.shards.store import Pending, Staging, Store
 from unwall.tiers.ledger import TierName

@@ -1,11 +1,5 @@
 """Which tier each state of each group lives on. Pure decisions over byte counts.
 
-[Note: ladder]
-A group can live at four heights. All its states on the device; all on the host; parameters and gradient on the host with the
-optimizer state on disk; everything on disk. A byte of parameters on disk costs three transfers per step (read for forward and
-for backward, written after the update), a byte of gradient or optimizer state two. So host memory goes to the parameters and
-gradients of all groups first, then to optimizer state, and the device takes whole groups.
-
 [Note: masters]
 What is then left of the host is too little for the master and optimizer state of any group, but it may hold the masters of some
 alone, while the rest of their state is on disk. That is a finer step: 2 of 10 bytes per element, with AdamW and bf16. Masters
@@ -20,227 +14,27 @@ refuses it there in any case, because states fill it. Without, sums may take wha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from unwall.plans import Plan
+from unwall.shards.home import (
+    DEVICE,
+    DISK,
+    HOST,
+    LADDER,
+    MASTER_KEPT,
+    ONE_PASS,
+    SPILLED,
+    Home,
+    Sizes,
+    device_bytes_of,
+    disk_bytes_of,
+    host_bytes_of,
+    replica_bytes_on,
+)
 from unwall.shards.tally import Tally
+from unwall.shards.working import chunks_bytes, host_working_bytes, working_bytes
 from unwall.tiers.ledger import TierName
-from unwall.tiers.sizes import ALIGNMENT, align_up
-
-CHUNK_ELEMENTS = 1 << 20
-"""What an update of state on disk reads, updates and writes at a time, at most."""
-CHUNKS_IN_FLIGHT = 6
-RING_SLOTS = 4
-RING_SLOT_BYTES = 8 << 20
-TRANSIENT_GRADIENTS = 3
-"""Of those that are not kept, on the host at once: one lands, one waits, one is used."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a group takes on one rank, in bytes."""
-
-    shard_bytes: int
-    """This rank's part of the parameters."""
-    flat_bytes: int
-    """The whole parameters, gathered."""
-    state_bytes: int
-    """Master and optimizer state."""
-    grad_bytes: int
-    """The gradient that the update reads."""
-    grad_flat_bytes: int
-    """The whole gradient, before it is reduced (0 where nothing is trained)."""
-    grad_part_bytes: int
-    """What the whole gradient is reduced to on this rank (0 where a rank is alone)."""
-    widening_bytes: int
-    """What the gradient grows by when several passes add up in fp32."""
-    whole: bool
-    """The parameters are not cut: held on the device they are held gathered."""
-    trainable: bool
-    own_numel: int
-    """Elements whose states this rank keeps."""
-    sum_bytes: int = 0
-    """What the sum of several passes takes beside the gradient that landed last, on the host (0 where there is one pass)."""
-    at_once_bytes: int = 0
-    """The whole parameters of all groups that are read at once where a module of this one runs."""
-    transit_bytes: int = 0
-    """What the whole parameters take as they travel, where that is not their dtype."""
-    exchange_bytes: int = 0
-    """The same for the whole gradient. It is part of ``grad_part_bytes``, once as it is sent and once as it is received."""
-    residual_bytes: int = 0
-    """What is kept on the device of the gradient that rounding took from what was sent."""
-    averaged_residual_bytes: int = 0
-    """What is kept on the host of this rank's gradient that rounding took from what was sent to other replicas."""
-    replica_bytes: int = 0
-    """This rank's part of a second copy inside the node ([Note: replica] in shards/replica.py)."""
-    master_bytes: int = 0
-    """What the master takes beside the parameters: a part of ``state_bytes``."""
-    transient_bytes: int = 0
-    """What the gradient takes while it waits for its update, where it is not kept (then ``grad_bytes`` is 0)."""
-    adds_up: bool = True
-    """Its gradient may be added to in a plan's only pass, or the plan says that there are several. See [Note: one pass]."""
-
-    @property
-    def landing_bytes(self) -> int:
-        """What goes to where the update runs, of one pass."""
-        return self.grad_bytes + self.transient_bytes
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where the states of a group live."""
-
-    params: TierName
-    states: TierName
-    """Of the optimizer state and, unless ``apart`` says otherwise, the master."""
-    grads: TierName
-    """Where the gradient waits for the update."""
-    resident: bool = False
-    """Updated on the host, but the gathered parameters are never dropped from the device."""
-    replica: TierName = "host"
-    """Where a second copy inside the node lies, if there is one."""
-    apart: TierName | None = None
-    """Of the master, where it is not with the optimizer state: see [Note: masters]."""
-    one_pass: bool = False
-    """On the device: there is no room for the sum of several passes. See [Note: one pass]."""
-
-    @property
-    def master(self) -> TierName:
-        return self.apart or self.states
-
-    @property
-    def tier(self) -> TierName:
-        """Where the update runs: on the device, or on the host, which reads and writes what lies on disk."""
-        return "device" if self.states == "device" else "host"
-
-    @property
-    def on_disk(self) -> bool:
-        return "disk" in (self.params, self.states, self.grads, self.apart)
-
-
-DEVICE = Home("device", "device", "device")
-HOST = Home("host", "host", "host")
-SPILLED = Home("host", "disk", "host")
-DISK = Home("disk", "disk", "disk")
-LADDER = (DEVICE, HOST, SPILLED, DISK)
-"""See [Note: ladder]."""
-MASTER_KEPT = replace(SPILLED, apart="host")
-"""See [Note: masters]."""
-ONE_PASS = replace(DEVICE, one_pass=True)
-"""See [Note: one pass]."""
-
-
-def device_bytes_of(sizes: Sizes, home: Home) -> int:
-    """What a group holds on the device at most between passes: its gradient may have grown by adding up."""
-    kept = sizes.residual_bytes + replica_bytes_on("device", sizes, home)
-    if home.tier == "device":
-        held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
-        return held + sizes.state_bytes + sizes.grad_bytes + growth_bytes_of(sizes, home) + kept
-    return kept + (sizes.flat_bytes if home.resident else 0)
-
-
-def growth_bytes_of(sizes: Sizes, home: Home) -> int:
-    """What is set aside where the gradient waits for its update, beside it, for its sum in fp32."""
-    return 0 if home.one_pass or home.grads == "host" else sizes.widening_bytes
-
-
-def host_bytes_of(sizes: Sizes, home: Home) -> int:
-    held = _on("host", sizes, home) + replica_bytes_on("host", sizes, home) + sizes.averaged_residual_bytes
-    return held + (sizes.sum_bytes if home.grads == "host" else 0)
-
-
-def replica_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
-    """What a second copy inside the node takes on a tier. There is none of what is never dropped from the device."""
-    stays = home.resident or (home.params == "device" and sizes.whole)
-    return 0 if stays or home.replica != tier else sizes.replica_bytes
-
-
-def disk_bytes_of(sizes: Sizes, home: Home) -> int:
-    return _on("disk", sizes, home) + (growth_bytes_of(sizes, home) if home.grads == "disk" else 0)
-
-
-def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
-    held = sizes.shard_bytes if home.params == tier else 0
-    return held + state_bytes_on(tier, sizes, home) + (sizes.grad_bytes if home.grads == tier else 0)
-
-
-def state_bytes_on(tier: TierName, sizes: Sizes, home: Home) -> int:
-    """What a tier holds of a group's master and optimizer state."""
-    master = sizes.master_bytes if home.master == tier else 0
-    return master + (sizes.state_bytes - sizes.master_bytes if home.states == tier else 0)
-
-
-def working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """What comes and goes on the device: two groups gathered (where one ends and the next begins), two gradients, what they
-    are reduced to, and one gradient in both widths while it moves to fp32. Packed parameters: of three groups, one that is
-    needed and two that are fetched ahead. Or, where that is more, what calls inside calls read
-    at once, and one gradient. It is enough for every order of uses: see [Note: room] in schedule/room.py."""
-    moving = [
-        size for size, home in zip(sizes, homes, strict=True) if not (size.whole if home.tier == "device" else home.resident)
-    ]
-    flats = sorted(size.flat_bytes for size in moving)
-    grads = sorted(size.grad_flat_bytes for size in sizes)
-    parts = sorted(size.grad_part_bytes for size in sizes)
-    widening = max((size.widening_bytes for size in sizes), default=0)
-    usual = sum(flats[-2:]) + sum(grads[-2:]) + sum(parts[-2:])
-    nested = max((size.at_once_bytes for size in moving), default=0) + sum(grads[-1:]) + sum(parts[-1:])
-    transits = sorted(transit_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    return max(usual, nested) + widening + sum(transits[-3:])
-
-
-def transit_bytes_of(sizes: Sizes, home: Home) -> int:
-    """What a gather of the group takes on its way. See [Note: packed gathers] in shards/packed_gather.py."""
-    return 0 if home.params == "device" and sizes.whole else sizes.transit_bytes
-
-
-def least_device_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """What is held, what comes and goes, and two more groups that are fetched ahead."""
-    held = sum(device_bytes_of(size, home) for size, home in zip(sizes, homes, strict=True))
-    return held + working_bytes(sizes, homes) + 2 * max(size.flat_bytes for size in sizes)
-
-
-def chunk_elements(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """How much of a group's state an update of state on disk works on at a time: a sixteenth of a small model's largest group,
-    so that reads, updates and writes overlap there, too."""
-    largest = max((size.own_numel for size, home in zip(sizes, homes, strict=True) if home.on_disk), default=0)
-    step = ALIGNMENT  # whole sectors in every representation, that of one byte included
-    return min(CHUNK_ELEMENTS, align_up(-(-largest // 16), step)) if largest else 0
-
-
-def ring_slot_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """A slot of the rings through which device and disk exchange bytes."""
-    largest = max((max(s.shard_bytes, s.grad_bytes) for s, h in zip(sizes, homes, strict=True) if h.on_disk), default=0)
-    return min(RING_SLOT_BYTES, align_up(-(-largest // RING_SLOTS))) if largest else ALIGNMENT
-
-
-def host_working_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """What comes and goes on the host: gradients that are not kept and, because of the disk, chunks under update, the rings
-    between disk and device, and one group's largest state while it is looked at whole."""
-    passing = transient_bytes(sizes, homes)
-    on_disk = [(size, home) for size, home in zip(sizes, homes, strict=True) if home.on_disk]
-    if not on_disk:
-        return passing
-    elements = chunk_elements(sizes, homes)
-    total = passing + CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in on_disk)
-    crossings = {"params" for _, home in on_disk if home.params == "disk"} | {
-        "grads" for _, home in on_disk if home.grads == "disk"
-    }
-    total += len(crossings) * RING_SLOTS * ring_slot_bytes(sizes, homes)
-    return total + max(8 * size.own_numel for size, _ in on_disk)
-
-
-def transient_bytes(sizes: Sequence[Sizes], homes: Sequence[Home]) -> int:
-    """Host memory that gradients go through which are not kept."""
-    on_host = (size.transient_bytes for size, home in zip(sizes, homes, strict=True) if home.tier == "host")
-    return TRANSIENT_GRADIENTS * max(on_host, default=0)
-
-
-def chunk_bytes(size: Sizes, home: Home, elements: int) -> int:
-    """Host memory of one chunk under update: of each state that lies on disk, ``elements``."""
-    share = elements / max(1, size.own_numel)
-    grads = size.grad_bytes + size.widening_bytes if home.grads == "disk" else 0
-    held = (size.shard_bytes if home.params == "disk" else 0) + state_bytes_on("disk", size, home) + grads
-    return align_up(int(held * share)) + 4 * ALIGNMENT if held else 0
 
 
 def place(
@@ -310,9 +104,8 @@ def _keep_masters(
     able = [at for at, (size, home) in enumerate(pairs) if home == SPILLED and HOST in ladders[at] and size.trainable]
     if budget_bytes is None or not able:
         return homes
-    elements = chunk_elements(sizes, homes)
-    spare = CHUNKS_IN_FLIGHT * max(chunk_bytes(size, home, elements) for size, home in pairs)
-    left = budget_bytes - sum(host_bytes_of(*pair) for pair in pairs) - host_working_bytes(sizes, homes) - spare
+    left = budget_bytes - sum(host_bytes_of(*pair) for pair in pairs) - host_working_bytes(sizes, homes)
+    left -= chunks_bytes(sizes, homes)
     kept = list(homes)
     for at in able:
         if 0 < sizes[at].master_bytes <= left:

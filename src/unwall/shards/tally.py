@@ -8,7 +8,7 @@ SizesT = TypeVar("SizesT", bound=Hashable)
 HomeT = TypeVar("HomeT", bound=Hashable)
 
 ALIKE = 3
-"""Groups of a kind that come and go at once, at most: what ``working_bytes`` in placement.py counts."""
+"""Groups of a kind that come and go at once, at most: what ``working_bytes`` in working.py counts."""
 
 
 class Tally(Generic[SizesT, HomeT]):

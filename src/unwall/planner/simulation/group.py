@@ -5,7 +5,8 @@ from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
 from unwall.planner.traffic import has_replica, of_gather, of_near_gather
 from unwall.shards.group import Residence
-from unwall.shards.placement import RING_SLOT_BYTES, replica_bytes_on, transit_bytes_of
+from unwall.shards.home import replica_bytes_on
+from unwall.shards.working import RING_SLOT_BYTES, transit_bytes_of
 
 
 class SimulatedGroup:

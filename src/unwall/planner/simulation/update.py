@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from unwall.planner.pace import DISK_READ, DISK_WRITE, UPDATE, update_bytes
 from unwall.planner.simulation.clock import Task
 from unwall.planner.simulation.rank import VirtualRank
-from unwall.shards.placement import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT, state_bytes_on
+from unwall.shards.home import state_bytes_on
+from unwall.shards.working import CHUNK_ELEMENTS, CHUNKS_IN_FLIGHT
 
 PIECES = 8
 """A group whose state is on disk is updated in chunks; so many pieces of it are simulated, at most."""
