@@ -23,15 +23,17 @@ class Recomputed(Decoder):
         return self.head(x)
 
 
-def peaks(fields, passes, recompute, clip=True):
-    """(predicted, measured) by tier. Where clipping is active no update runs ahead of the step."""
+def peaks(fields, passes, recompute, clip=True, at_once=False):
+    """(predicted, measured) by tier. Where clipping is active no update runs ahead of the step. ``at_once``: all run in
+    backward."""
     plan = Plan(**fields)
     model = (Recomputed if recompute else Decoder)(width=128, layers=4, vocab=512)
-    workload = Workload(batch=1, seq=8, passes=passes, activations="recompute" if recompute else "keep", clip=clip)
+    kept = "recompute" if recompute else "keep"
+    workload = Workload(batch=1, seq=8, passes=passes, activations=kept, clip=clip, update_in_backward=at_once)
     job = make_job(outline_of(model), plan, 1, workload, plan.budget_device_bytes, plan.budget_host_bytes)
     predicted = predict(job, MACHINE).peak_bytes
     unwall.shard(model, plan)
-    optimizer = unwall.AdamW(model.parameters(), max_grad_norm=1e-3 if clip else None)
+    optimizer = unwall.AdamW(model.parameters(), max_grad_norm=1e-3 if clip else None, update_in_backward=at_once)
     for step in range(3):
         if step == 2:
             unwall.stats(model).reset()
@@ -69,3 +71,13 @@ def test_peak_bytes_are_those_of_the_engine(fields, passes, recompute, tmp_path)
 def test_peak_bytes_with_updates_ahead_of_the_step():
     predicted, measured = peaks(HOST, 1, False, clip=False)
     assert predicted["host"] == pytest.approx(measured["host"], rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, HOST, HOST | {"device_bytes": "2MiB"}, {"params": "host", "optimizer": "disk"}], ids=str
+)
+def test_peak_bytes_with_gradients_that_are_not_kept(fields, tmp_path):
+    given = fields | {"grads": "transient"} | ({"disk": tmp_path} if "disk" in fields.values() else {})
+    predicted, measured = peaks(given, 1, True, clip=False, at_once=True)
+    for tier, nbytes in measured.items():
+        assert predicted[tier] == pytest.approx(nbytes, rel=WITHIN), tier

@@ -8,6 +8,7 @@ import torch
 
 from unwall.planner.activations import Activations
 from unwall.planner.candidates import KEPT, Allowance, Candidate, Short, allowance_of, build, candidates, device_room, shortage
+from unwall.planner.fewer_bytes import with_fewer_bytes
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import activation_bytes
 from unwall.planner.mesh_cost import MeshCost
@@ -144,7 +145,7 @@ def choose(
         **plan, name=best.candidate.name, model=outline.description.name,
         model_params=outline.description.params, rooms=_rooms(hardware, allowance), machine=hardware.name, ranks=ranks,
         workload=best.job.workload, prediction=best.prediction, runners_up=tuple(lost),
-        advice=(*_advice(best), *_second_copy(search, best)),
+        advice=(*_advice(best), *_second_copy(search, best), *with_fewer_bytes(search, best)),
         kept=best.job.activations, kept_otherwise=_otherwise(search, best, kept, compare), weight_tiles=best.job.tiles,
     )  # fmt: skip
 

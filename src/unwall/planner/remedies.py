@@ -1,4 +1,4 @@
-"""What would help when nothing fits: more memory, more ranks, a disk, shorter samples. Each is tried, not guessed."""
+"""What would help when nothing fits: memory, ranks, a disk, fewer bytes, shorter samples. Each is tried, not guessed."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from unwall.planner.candidates import DEVICE_SHARE, Allowance, Candidate, Short, build, device_room, shortage
+from unwall.planner.fewer_bytes import leaner
 from unwall.planner.hardware import Hardware
 from unwall.planner.outline import Outline
 from unwall.runtime.resources import HOST_SHARE
@@ -34,6 +35,7 @@ def remedies(
     if allowance.directory is None or not allowance.disk_bytes:
         found += _disk(place, ranks, allowance, lack)
     found += _tiles(place, outline, ranks, allowance, lack)
+    found += [words for words, fewer in leaner(place, ranks, dtype) if lack(fewer, ranks, allowance) is None]
     return [*found, *_device(place, ranks, allowance, lack), *_shorter(place, ranks, allowance, lack)]
 
 
