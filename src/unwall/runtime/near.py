@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unwall.runtime.absent import IN_PLACE_OPERATORS, is_absent, keeper_of, plain_class_of
+from unwall.runtime.absent import is_absent, keeper_of, plain_class_of
+from unwall.runtime.tensor_functions import IN_PLACE_OPERATORS
 
 T = torch.Tensor
 
