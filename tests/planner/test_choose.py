@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from planner_tools import MACHINE, decoder
+from planner_tools import MACHINE, decoder, job
 
 import unwall
 from unwall.planner import public
@@ -16,6 +16,9 @@ from unwall.planner.outline import skeleton
 from unwall.planner.public import plan as plan_for
 from unwall.planner.report import to_dict
 from unwall.plans import Plan, PlanError
+from unwall.shards.build import Room, check_fit
+from unwall.train import planning
+from unwall.train.options import Options
 
 MIB = 1 << 20
 
@@ -214,3 +217,24 @@ def test_ranks_on_a_machine_without_an_accelerator_share_it(monkeypatch):
     monkeypatch.setattr(public, "probe", lambda **given: MACHINE)
     with pytest.raises(PlanError, match="4 ranks, but this machine has 1 device: describe"):
         plan_for(decoder(), ranks=4, batch=4)
+
+
+def test_passes_that_a_run_was_asked_for_are_planned_for(tmp_path, monkeypatch):
+    """Their sums take room, so what holds one pass need not hold them."""
+    outline, box = decoder(width=512, layers=12, vocab=1024), machine(host_bytes=8 << 30, disk_bytes=0)
+    monkeypatch.setattr(planning, "machine_of", lambda *_: (box, 1))
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "data.txt").write_text("words")
+    paths = {"model": str(tmp_path / "config.json"), "tokenizer": str(tmp_path), "data": (str(tmp_path / "data.txt"),)}
+    names = set()
+    for budget in (560, 600, 640):
+        given = Options(**paths, out="out", batch=2, seq=64, accumulate=2, device_bytes=f"{budget}MiB")
+        decision = planning.decide(given, outline)
+        plan = decision.plan
+        assert plan.passes == 2
+        held = job(plan, outline=outline, host=plan.budget_host_bytes, passes=2)
+        check_fit(held.sizes, held.homes, plan, 1, Room(host_bytes=plan.budget_host_bytes))
+        names.add(decision.chosen.name)
+    assert len(names) == 2  # the largest budget holds all of it
+    with pytest.raises(PlanError, match="least_passes is a divisor of the 4 samples of a rank, got 3"):
+        choose(outline, box, batch=4, least_passes=3)

@@ -43,6 +43,10 @@ def test_nothing_is_said_where_it_would_not_help():
     assert told(chosen(dataclasses.replace(MACHINE, host_bytes=32 << 30))) == {}  # nothing is on disk
     assert LEAN not in told(chosen(states="lean"))
     assert LEAN not in told(chosen(compute_dtype=torch.float32))
+    halves = dataclasses.replace(MACHINE, matmul_flops_per_s={"float16": 1e12}, block_flops_per_s={"float16": 5e11})
+    assert told(chosen(halves, compute_dtype=torch.float16)) == {}  # states are exact, and a loss scale needs all gradients
+    with pytest.raises(DoesNotFitError, match="What would do: "):
+        chosen(dataclasses.replace(halves, host_bytes=2 << 30), compute_dtype=torch.float16, directory=None)
     ranks = dataclasses.replace(MACHINE, devices_per_node=2, collective_bytes_per_s=1e9)
     assert TRANSIENT not in told(choose(decoder(**LARGE), ranks, batch=2, seq=64, directory="/fast", host_bytes=1 << 30))
 

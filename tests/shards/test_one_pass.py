@@ -4,8 +4,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from offload import Setup, backward, build, differing, few_chunks, outcome, over_budget, smallest
 from test_masters_apart import NUMEL, group
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unwall
 from unwall.plans import Plan
@@ -131,3 +134,41 @@ def test_a_plan_of_several_passes_sets_the_room_aside(tmp_path):
                 step(each, its, 2 * number + 1)
         assert differing(outcome(expected, other), outcome(model, optimizer)) == []
         assert over_budget(model) == []
+
+
+class Shared(nn.Module):
+    """Each block runs twice, in reentrant checkpoints: its gradients come twice in one backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = model_of()
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for block in 2 * list(self.inner[:-1]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.inner[-1](x)
+
+
+def shared(**fields):
+    torch.manual_seed(0)
+    model = Shared()
+    unwall.shard(model, Plan(**fields))
+    return model, unwall.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_checkpoints_share_is_added_up_or_refused_with_what_to_write(tier):
+    fields = {"compute_dtype": SETUP.dtype, "params": tier, "optimizer": tier, "activations": "keep"}
+    budget = f"{tier}_bytes"
+    model, optimizer = shared(**fields, **{budget: smallest(Shared(), budget, **fields)})
+    with pytest.raises(unwall.BudgetError, match=rf"{tier} tier: .*reentrant checkpoints.*Plan\(passes=2\)"):
+        backward(model, optimizer, SETUP, 0, WIDTH)
+    results = []
+    for further in ({}, {"passes": 2, budget: smallest(Shared(), budget, **fields, passes=2)}):
+        model, optimizer = shared(**fields, **further)
+        for number in range(3):
+            step(model, optimizer, number)
+        assert over_budget(model) == []
+        results.append(outcome(model, optimizer))
+    assert differing(*results) == []

@@ -173,6 +173,13 @@ def test_an_export_of_a_run_has_its_tokenizer(place, undisturbed, tmp_path):
         assert result.exit_code == 0
         assert result.stderr.startswith(complaint)
         assert (tmp_path / model.replace("/", "-") / "tokenizer.json").is_file() is not bool(complaint)
+        assert ("that the run was started in" in result.stderr) is bool(complaint)
+
+    for number, others in enumerate(([], {"options": None}, {"options": {"model": 5}})):  # another program's run.json
+        (unfinished / "run.json").write_text(json.dumps(others))
+        result = CliRunner().invoke(app, ["export", str(unfinished / "checkpoints"), str(tmp_path / f"others-{number}")])
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert (tmp_path / f"others-{number}" / "model.safetensors").is_file()
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(place, undisturbed, monkeypatch, capsys):

@@ -93,9 +93,11 @@ def allowance_of(
     )
 
 
-def workloads(per_rank: int, whole: Workload, kept: Sequence[Keeping]) -> Iterator[Workload]:
-    """Ways to compute ``per_rank`` samples: in one pass or several, activations kept or not. ``whole`` says the rest."""
-    sizes = [size for size in range(per_rank, 0, -1) if per_rank % size == 0]
+def workloads(per_rank: int, whole: Workload, kept: Sequence[Keeping], least_passes: int = 1) -> Iterator[Workload]:
+    """Ways to compute ``per_rank`` samples: in one pass or several (``least_passes``, or a multiple of it), activations kept or
+    not. ``whole`` says the rest."""
+    most = per_rank // least_passes
+    sizes = [size for size in range(most, 0, -1) if most % size == 0]
     for activations in kept:
         for size in sizes:
             yield dataclasses.replace(whole, batch=size, passes=per_rank // size, activations=activations)
@@ -129,12 +131,18 @@ def _stage(stage: int, ranks: int) -> str:
 
 
 def candidates(
-    ranks: int, per_rank: int, whole: Workload, allowance: Allowance, kept: Sequence[Keeping] = KEPT, tiles: int | None = None
+    ranks: int,
+    per_rank: int,
+    whole: Workload,
+    allowance: Allowance,
+    kept: Sequence[Keeping] = KEPT,
+    tiles: int | None = None,
+    least_passes: int = 1,
 ) -> Iterator[Candidate]:
     """Everything worth a look. ``tiles``: as in ``Plan``."""
     more = {} if tiles is None else {"tiles": tiles}
     for order, (name, fields, budgeted) in enumerate(placements(ranks, allowance)):
-        for load in workloads(per_rank, whole, kept):
+        for load in workloads(per_rank, whole, kept, least_passes):
             yield Candidate(name=name, fields=fields | more, workload=load, budgeted=budgeted, order=order)
 
 

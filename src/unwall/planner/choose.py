@@ -100,17 +100,20 @@ def choose(
     sequence_tiles: int | None = None,
     compare: bool = False,
     states: str = "exact",
+    least_passes: int = 1,
 ) -> ChosenPlan:
     """The best plan that fits, or a PlanError that says what would. See [Note: what is tried] in search.py.
 
     ``batch``: samples per step, over all ranks. The budgets are per rank, as in ``Plan``, and so are ``tiles`` and
     ``sequence_tiles``; None of the latter: only where activations of one sample do not fit otherwise. ``kept``: what may become
     of activations. ``compare``: each of those is predicted for the placement that was chosen.
-    ``states``: as in ``Plan``.
+    ``states``: as in ``Plan``. ``least_passes``: there are so many before a step, or a multiple; it divides a rank's batch.
     """
     check_objective(objective)
     ranks = hardware.devices if ranks is None else ranks
     per_rank = _per_rank(batch, ranks)
+    if isinstance(least_passes, bool) or not isinstance(least_passes, int) or least_passes < 1 or per_rank % least_passes:
+        raise PlanError(f"least_passes is a divisor of the {per_rank} samples of a rank, got {least_passes!r}")
     if states not in ("exact", "lean"):
         raise PlanError(f"states is 'exact' or 'lean', got {states!r}")
     dtype = dtype_of(hardware, torch.bfloat16 if states == "lean" and compute_dtype is None else compute_dtype)
@@ -120,7 +123,7 @@ def choose(
     smallest: list[Candidate] = []
     for cut in _cuts(outline, sequence_tiles):
         whole = Workload(seq=seq, clip=clip, sequence_tiles=cut, item_bytes=dtype.itemsize)
-        listed = list(candidates(ranks, per_rank, whole, allowance, kept, tiles))
+        listed = list(candidates(ranks, per_rank, whole, allowance, kept, tiles, least_passes))
         if states != "exact":
             listed = [dataclasses.replace(found, fields={**found.fields, "states": states}) for found in listed]
         search = Search(outline, hardware, ranks, allowance, dtype)

@@ -19,7 +19,7 @@ def leaner(candidate: Candidate, ranks: int, dtype: torch.dtype) -> Iterator[tup
     """The same placement with fewer bytes per parameter, and what one writes for it."""
     if dtype is torch.bfloat16 and "states" not in candidate.fields:
         yield LEAN, dataclasses.replace(candidate, fields={**candidate.fields, "states": "lean"})
-    if ranks == 1 and candidate.workload.passes == 1:
+    if ranks == 1 and candidate.workload.passes == 1 and dtype is not torch.float16:  # as Plan refuses it
         fields = {name: value for name, value in candidate.fields.items() if name != "grads"} | {"grads": "transient"}
         load = dataclasses.replace(candidate.workload, clip=False, update_in_backward=True)
         yield TRANSIENT, dataclasses.replace(candidate, fields=fields, workload=load)

@@ -47,6 +47,7 @@ def plan(
     offload_activations: bool = False,
     compare: bool = False,
     states: str = "exact",
+    least_passes: int = 1,
     ignore: Callable[[str, nn.Parameter], bool] | None = None,
     progress: Progress | None = None,
 ) -> ChosenPlan:
@@ -57,8 +58,9 @@ def plan(
     ``hardware``: a name (``"8xh200"``), a file, or None for this machine, which is measured once. Budgets are per rank;
     ``device_bytes`` is for states, gradients and activations together. ``activations``, ``tiles`` and ``sequence_tiles`` are as
     in ``Plan``, which then says so; None: the planner chooses. ``offload_activations`` is ``activations="host"``. ``compare``
-    predicts what every choice for activations would take. ``states="lean"``: as in ``Plan``. ``ignore``, of a module, is as in
-    ``Plan``: those parameters are counted whole on the device, and no states of them.
+    predicts what every choice for activations would take. ``states="lean"``: as in ``Plan``. ``least_passes``: there are so
+    many before a step, or a multiple of it. ``ignore``, of a module, is as in ``Plan``: those parameters are counted whole on
+    the device, and no states of them.
     PlanError says what would fit where nothing does.
     """
     check_objective(objective)  # before a large model is looked at
@@ -83,6 +85,7 @@ def plan(
         found = choose(
             outline, machine, ranks=ranks, batch=batch, seq=seq, clip=clip, directory=directory, compute_dtype=compute_dtype,
             objective=objective, kept=kept, tiles=tiles, sequence_tiles=sequence_tiles, compare=compare, states=states,
+            least_passes=least_passes,
             **{name: _bytes(name, value) for name, value in budgets.items()},
         )  # fmt: skip
     except PlanError as error:

@@ -30,6 +30,7 @@ from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence, close_all
+from unwall.shards.landing import AGAIN_ADVICE
 from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
 
@@ -268,7 +269,8 @@ class Backward:
         executor = self._executor
         if not executor.fits_all and not executor.fits(nbytes := gradient.flat_bytes):
             executor.make_room_before(nbytes, keep=index)
-            executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index)
+            advice = AGAIN_ADVICE if gradient.sum_growth_bytes(gradient.present) else ""
+            executor.make_room(gradient.flat_bytes, f"gradients of {gradient.group.name}", keep=index, advice=advice)
 
     def _await_again(self, index: int, slot: int) -> None:
         """Several forwards came first, and what the backwards before this one brought comes again."""

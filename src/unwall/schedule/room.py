@@ -61,16 +61,16 @@ class Room(Generic[AnyGroup, AnyGradient]):
         """From now on groups are dropped to stay within ``limit``, as far as they can be."""
         self._limit = limit
 
-    def make_room(self, nbytes: int, label: str, keep: int | None = None) -> None:
+    def make_room(self, nbytes: int, label: str, keep: int | None = None, advice: str = "") -> None:
         """Finds room for ``nbytes`` in the device budget, as [Note: room] says. BudgetError when what is in use does not allow
-        it. ``keep``: the group whose gradient is about to be filled, which is not reduced for it."""
+        it. ``keep``: the group whose gradient is about to be filled, which is not reduced for it. ``advice``: for the error."""
         if self._find_room(nbytes) or (self._reduce_early(keep) and self._find_room(nbytes)):
             return
         ledger = self._ledger
         if self._limit is not None:
             self.drop_cache()  # the limit refuses nothing
         if ledger.budget_bytes is not None and ledger.live_bytes + nbytes > ledger.budget_bytes:
-            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label)
+            raise BudgetError("device", nbytes, ledger.live_bytes, ledger.budget_bytes, label, advice)
 
     def make_room_before(self, nbytes: int, keep: int | None = None) -> None:
         """Before a collective over several ranks: reduces early what would be in the way of it, or of what is served first."""

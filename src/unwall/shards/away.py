@@ -9,7 +9,7 @@ import torch
 from unwall.native.library import DiskError
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
-from unwall.shards.landing import Holding, LandingPlace, OnDevice
+from unwall.shards.landing import AGAIN_ADVICE, Holding, LandingPlace, OnDevice
 from unwall.shards.layout import Segment
 from unwall.shards.squares import SquareSum, counted_part
 from unwall.shards.store import Store
@@ -140,7 +140,10 @@ class OnHost(Away):
         self.await_landing()
         if self._sum is None:
             assert self._arrivals is not None
-            total = self._store(self._wide)
+            try:
+                total = self._store(self._wide)
+            except BudgetError as error:
+                raise error.advising(AGAIN_ADVICE) from None
             total.tensor().copy_(self._arrivals.tensor(write=False))
             self._sum = total
 

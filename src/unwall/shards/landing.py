@@ -28,6 +28,12 @@ from unwall.tiers.block import MemoryBlock
 from unwall.tiers.ticket import Ticket
 from unwall.tiers.tiers import Tiers
 
+AGAIN_ADVICE = (
+    "A parameter's gradient has come again before step(), perhaps because reentrant checkpoints share the parameter. "
+    "Plan(passes=2) makes room for the sum. Or write use_reentrant=False."
+)
+"""For a sum that nobody has announced."""
+
 
 class Holding(enum.Enum):
     """See [Note: landed]."""

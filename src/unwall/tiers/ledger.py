@@ -27,6 +27,11 @@ class BudgetError(RuntimeError):
         self.asked_bytes = asked_bytes
         self.live_bytes = live_bytes
         self.budget_bytes = budget_bytes
+        self.label = label
+
+    def advising(self, advice: str) -> "BudgetError":
+        """The same, with other advice."""
+        return BudgetError(self.tier, self.asked_bytes, self.live_bytes, self.budget_bytes, self.label, advice)
 
 
 class Holder(Protocol):

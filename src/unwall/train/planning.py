@@ -74,19 +74,15 @@ def decide(options: Options, outline: Outline, progress: Progress | None = None,
         machine = _machine(given.directories, ranks, local, progress, given.compute_dtype, start)
         return _given(options, given, outline, machine, ranks, per_rank)
     machine = _machine(() if options.disk is None else (Path(options.disk),), ranks, local, progress, None, start)
-    least = options.accumulate or 1
     found = choose(
-        outline, batch=options.batch // least, seq=options.seq, hardware=machine, ranks=ranks, disk=options.disk,
+        outline, batch=options.batch, seq=options.seq, hardware=machine, ranks=ranks, disk=options.disk,
         device_bytes=options.device_bytes, host_bytes=options.host_bytes, clip=options.clip > 0, states=options.states,
+        least_passes=options.accumulate or 1,
     )  # fmt: skip
     if options.disk is None and found.disk is not None:  # a machine that was measured with a disk once
         raise TrainError("the plan needs a disk: give a directory on a fast drive with --disk DIR")
-    passes = per_rank // found.workload.batch
-    plan = dataclasses.replace(found.to_plan(), passes=passes, reduce_op="sum")
-    if passes != found.workload.passes:
-        load = dataclasses.replace(found.workload, passes=passes)
-        found = dataclasses.replace(found, workload=load, prediction=_predicted(outline, plan, machine, ranks, load))
-    return Decision(plan, passes, answer(found), found, machine)
+    plan = dataclasses.replace(found.to_plan(), reduce_op="sum")
+    return Decision(plan, plan.passes, answer(found), found, machine)
 
 
 def sequences_per_rank(options: Options, ranks: int) -> int:

@@ -31,8 +31,11 @@ def write_result(options: Options, trained: Trained, tokenizer: Any, ranks: Rank
 
 def export_tokenizer(run: Path, out: Path) -> str | None:
     """Puts the tokenizer of a run beside the weights of one of its checkpoints. Gives what stands in the way of that."""
-    options = read_json(run / "run.json", TrainError).get("options", {})
-    model = Path(options.get("model", run))
+    said = read_json(run / "run.json", TrainError)
+    options = said.get("options") if isinstance(said, dict) else None
+    if not isinstance(options, dict) or not isinstance(options.get("model"), str):
+        return None  # another program's run
+    model = Path(options["model"])
     folder = Path(options.get("tokenizer") or (model.parent if model.suffix == ".json" else model))
     try:
         import transformers
@@ -42,4 +45,7 @@ def export_tokenizer(run: Path, out: Path) -> str | None:
         with contextlib.suppress(Exception):  # whatever transformers makes of a directory without a tokenizer
             transformers.AutoTokenizer.from_pretrained(str(place), local_files_only=True).save_pretrained(str(out))
             return None
-    return f"the tokenizer is not written: {folder}, where the run had it from, holds none that transformers can load now"
+    where = "" if folder.is_absolute() else "; call this in the directory that the run was started in"
+    return (
+        f"the tokenizer is not written: {folder}, where the run had it from, holds none that transformers can load now{where}"
+    )
