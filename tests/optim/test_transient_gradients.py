@@ -450,3 +450,20 @@ def test_looking_at_a_gradient_that_nobody_steps_does_not_disturb_an_update_of_t
         assert [bool(layer.bias.grad.any()) for layer in model] == [True, True]
         results.append(outcome(model, optimizer))
     assert [name for name in results[0] if not torch.equal(results[0][name], results[1][name])] == []
+
+
+@pytest.mark.parametrize("place", [DEVICE, HOST])
+def test_zeros_of_one_optimizer_are_not_used_in_the_step_of_another(place):
+    results = []
+    for grads in ("auto", "transient"):
+        model = build()
+        unwall.shard(model, Plan(**place, grads=grads))
+        matrices, vectors = ([param for param in model.parameters() if param.dim() == dim] for dim in (2, 1))
+        optimizers = [unwall.AdamW(part, lr=1e-2, update_in_backward=True) for part in (matrices, vectors)]
+        for seed in range(3):
+            backward(model, seed)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        results.append(outcome(model, optimizers[0]) | {"vectors": optimizers[1].state_dict()["state"][0]["exp_avg"]})
+    assert [name for name in results[0] if not torch.equal(results[0][name], results[1][name])] == []
