@@ -1,16 +1,19 @@
 """``Plan(grads="transient")``: each gradient is used during backward and not kept. The bits are those of kept gradients."""
 
 import re
+import threading
 
 import pytest
 import torch
+from busy import until
 from early_tools import DEVICE, HOST, backward, build, on_disk, outcome
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unwall
-from unwall.optim.updates import drain
+from unwall.optim.updates import HostUpdate, drain
 from unwall.plans import Plan, PlanError
+from unwall.runtime.failures import FailureDomain
 from unwall.tiers.ledger import BudgetError
 
 WIDTH = 64
@@ -430,3 +433,37 @@ def test_parameters_that_nobody_steps_are_to_be_frozen():
     steps(model, optimizer, 1)
     with pytest.raises(RuntimeError, match=r"no optimizer steps.*requires_grad_\(False\)"):
         backward(model, 1)
+
+
+def test_looking_at_a_gradient_that_nobody_steps_does_not_disturb_an_update_of_the_others():
+    results = []
+    for grads in ("auto", "transient"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        unwall.shard(model, Plan(**HOST, grads=grads))
+        optimizer = unwall.AdamW([layer.weight for layer in model], lr=1e-2, update_in_backward=True)
+        go_on = threading.Event()
+        HostUpdate(until(go_on), FailureDomain())  # the update thread has other work
+        model(torch.randn(4, WIDTH)).float().square().mean().backward()
+        optimizer.step()
+        threading.Timer(0.3, go_on.set).start()
+        assert [bool(layer.bias.grad.any()) for layer in model] == [True, True]
+        results.append(outcome(model, optimizer))
+    assert [name for name in results[0] if not torch.equal(results[0][name], results[1][name])] == []
+
+
+@pytest.mark.parametrize("place", [DEVICE, HOST])
+def test_zeros_of_one_optimizer_are_not_used_in_the_step_of_another(place):
+    results = []
+    for grads in ("auto", "transient"):
+        model = build()
+        unwall.shard(model, Plan(**place, grads=grads))
+        matrices, vectors = ([param for param in model.parameters() if param.dim() == dim] for dim in (2, 1))
+        optimizers = [unwall.AdamW(part, lr=1e-2, update_in_backward=True) for part in (matrices, vectors)]
+        for seed in range(3):
+            backward(model, seed)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        results.append(outcome(model, optimizers[0]) | {"vectors": optimizers[1].state_dict()["state"][0]["exp_avg"]})
+    assert [name for name in results[0] if not torch.equal(results[0][name], results[1][name])] == []

@@ -1,8 +1,10 @@
 """``update_in_backward=True``: updates in place while backward runs, for a promise that is held to."""
 
+import copy
+
 import pytest
 import torch
-from early_tools import HOST, backward, build, same, start, steps
+from early_tools import HOST, backward, build, outcome, same, start, steps
 
 import unwall
 from unwall.optim.updates import drain
@@ -61,3 +63,41 @@ def test_another_optimizer_does_not_use_the_same_gradients_again(grads):
     assert not other.state_dict()["state"], "no step was counted"
     model.zero_grad()
     steps(model, other, 2, first=2)
+
+
+@pytest.mark.parametrize("grads", ["auto", "transient"])
+def test_what_would_lose_updates_between_backward_and_step_is_refused(grads, tmp_path):
+    def trained(between):
+        model, optimizer = start({**HOST, "grads": grads}, update_in_backward=True)
+        steps(model, optimizer, 2)
+        unwall.save(tmp_path, model, optimizer)
+        weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        backward(model, 2)
+        for act in between(model, optimizer, weights, states):
+            with pytest.raises(RuntimeError, match=r"between backward\(\) and step\(\).*after step\(\)"):
+                act()
+        optimizer.step()
+        steps(model, optimizer, 1, first=3)
+        return outcome(model, optimizer)
+
+    def between(model, optimizer, weights, states):
+        def write():
+            with torch.no_grad():
+                model[3][0].weight.mul_(0.5)
+            model(torch.zeros(1, 64))
+
+        def write_all():
+            with unwall.full_params(model, write=True):
+                pass
+
+        def write_state():
+            optimizer.states(model[3][0].weight)["exp_avg"] = torch.zeros(128, 64)
+
+        yield optimizer.state_dict
+        yield lambda: optimizer.load_state_dict(states)
+        yield lambda: model.load_state_dict(weights)
+        yield lambda: unwall.load(tmp_path, model)
+        yield from (write, write_all, write_state)
+
+    expected, got = trained(lambda *_: ()), trained(between)
+    assert [name for name in expected if not torch.equal(expected[name], got[name])] == []

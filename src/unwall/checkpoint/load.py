@@ -33,6 +33,7 @@ from unwall.checkpoint.tree import decode, tensors_in
 from unwall.checkpoint.validation import read_manifest
 from unwall.checkpoint.waiting import Waiting
 from unwall.optim.wrap import Wrapped
+from unwall.runtime.early_writes import refuse_early_write
 from unwall.runtime.engine import Engine
 from unwall.shards.master import make_master
 from unwall.shards.states import StateSpec
@@ -145,6 +146,7 @@ def _match(directory: Path, engine: Engine, model: nn.Module, optimizers: Optimi
     trained = check_optimizers(optimizers, engine)
     if engine.lent:
         raise RuntimeError("unwall.load inside unwall.full_params: leave the context first")
+    refuse_early_write(engine, model.parameters(), "unwall.load")
     if engine.averaged:
         raise RuntimeError("unwall.load inside ema.swap() would load into the averages: leave the context first")
     engine.finish()

@@ -35,10 +35,8 @@ def check_optimizer(optimizer: object, engine: Engine) -> ShardedOptimizer | Non
         )
     if any(other is not engine for other in optimizer.engines()):
         raise ValueError(f"{type(optimizer).__name__} has parameters of another model: build one for each model")
-    if isinstance(optimizer, AdamW) and optimizer._early.applied:
-        raise RuntimeError(
-            "between backward() and step(), but update_in_backward=True has updated some groups already: call it after step()"
-        )
+    if isinstance(optimizer, AdamW):
+        optimizer.refuse_between()
     return optimizer
 
 

@@ -31,6 +31,7 @@ from unwall.checkpoint.save import finish_pending
 from unwall.checkpoint.spread import local_matches
 from unwall.checkpoint.weight_files import WeightFiles, describe
 from unwall.checkpoint.window import STRETCH_ELEMENTS, stretches, window
+from unwall.runtime.early_writes import refuse_early_write
 from unwall.runtime.engine import Engine
 from unwall.shards.collectives import Ranks
 from unwall.shards.group import Group
@@ -140,6 +141,7 @@ def stream_in(model: nn.Module, path: str | os.PathLike[str], strict: bool) -> _
     if engine is not None:
         if engine.lent or engine.loading:
             raise RuntimeError("weights cannot be loaded inside unwall.full_params: leave the context first")
+        refuse_early_write(engine, model.parameters(), "unwall.load_weights")
         if engine.averaged:
             raise RuntimeError("weights would go into the averages inside ema.swap(): leave the context first")
         failure = finish_pending(engine)  # it reads what is about to change

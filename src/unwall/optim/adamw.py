@@ -17,6 +17,7 @@ from unwall.optim.runs import Run, runs_of
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, whole_states
 from unwall.optim.updates import Factor, HostUpdate, Work
+from unwall.runtime.early_writes import BETWEEN
 from unwall.runtime.engine import Engine
 from unwall.runtime.leftovers import Leftovers
 from unwall.shards.group import Group
@@ -245,9 +246,15 @@ class AdamW(ShardedOptimizer):
 
     # -- states -------------------------------------------------------------------------------------------------------
 
+    def refuse_between(self) -> None:
+        """RuntimeError where states are those of the next step in part: whoever saved or loaded them would lose updates."""
+        if self._early.applied:
+            raise RuntimeError(f"{BETWEEN} some groups already: call it after step()")
+
     @alone
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.AdamW``'s: whole tensors on the host (rank 0; the states are left out on the others)."""
+        self.refuse_between()
         for engine in self.engines():
             engine.finish()
         packed = super().state_dict()
@@ -258,6 +265,7 @@ class AdamW(ShardedOptimizer):
     @alone
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes whole tensors (those that rank 0 was given) and keeps this rank's part of them."""
+        self.refuse_between()
         for engine in self.engines():
             engine.finish()
         states = from_rank_0(self, state_dict)

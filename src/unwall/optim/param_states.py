@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from unwall.optim.seen_states import SeenState, seen_states
+from unwall.runtime.early_writes import refuse_early_write
 from unwall.runtime.elements import RunOf, is_local, part_of, put, put_part, shape_of, whole_of
 from unwall.runtime.whole import put_whole
 from unwall.shards.group import Group
@@ -153,6 +154,7 @@ class ParamStates(MutableMapping[str, Any]):
         self._engine.finish()
 
     def _changed(self) -> None:
+        refuse_early_write(self._engine, [self._param], "a write to an optimizer's state")
         self._optimizer.own.touched = True
         for index, _ in self._places:
             self._engine.groups[index].generation += 1

@@ -307,7 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What there is to update: everything is reduced, and what the user left in ``.grad`` counts."""
         for engine in self.engines():
             engine.flush()
-            engine.shown.settle()
+            engine.shown.settle(self._params())
         return list(self._held())
 
     def _compare_numbers(self, held: list[Held]) -> None:

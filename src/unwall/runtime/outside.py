@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from unwall.runtime.absent import absent_class_of, keep
+from unwall.runtime.early_writes import refuse_early_write
 from unwall.runtime.engine import Engine
 from unwall.runtime.lent import Lent
 from unwall.runtime.near import Near
@@ -235,6 +236,11 @@ class Outside:
         """A changed value goes to the master; the others that are lent stay as good as they were."""
         before = self._engine.version
         lent.taken()
+        try:
+            refuse_early_write(self._engine, [lent.param], "the write to a parameter is lost: it came")
+        except RuntimeError:
+            self._old.append(self._lent.pop(id(lent.param)))
+            raise
         say_written(self._engine, self._name(lent.param), local(lent.tensor))
         put_changed(self._engine, lent.param, local(lent.tensor))
         increment_version(lent.param)

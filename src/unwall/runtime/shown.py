@@ -133,12 +133,15 @@ class Shown:
         """Whether it is what the parameter there shows, and not that of another one, or of another model."""
         return isinstance(grad, HeldGrad) and grad.places == places and not grad.views and grad.access() is self.access
 
-    def settle(self) -> None:
-        """Before a step: what the user left in ``.grad`` counts, zeros too."""
+    def settle(self, params: Iterable[nn.Parameter]) -> None:
+        """Before a step: what the user left in ``.grad`` counts, zeros too where they are of these ``params``: those of another
+        optimizer's would be added to by a backward before its step."""
         self.adopt()
-        for places in self._zeros:
-            self.access.hold(places)
-        self._zeros.clear()
+        if self._zeros:
+            mine = {self._engine.places.get(id(param)) for param in params}
+            for places in [places for places in self._zeros if places in mine]:
+                self.access.hold(places)
+                self._zeros.discard(places)
 
     def clear(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """``zero_grad``, after the gradients were forgotten: ``.grad`` is None, or zeros where there was one."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from unwall.native import interrupts
+from unwall.runtime.early_writes import refuse_early_write
 from unwall.runtime.engine import Engine
 from unwall.runtime.given_copies import GivenCopies
 from unwall.runtime.load_check import Given, compare, outline_of, unreadable, wanted_by
@@ -148,6 +149,7 @@ class StateDictHooks:
     def _begin(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """See [Note: loading]."""
         self._copies.clear()  # what was written there is loaded now, or need not be in the model
+        refuse_early_write(self.engine, module.parameters(), "load_state_dict()")
         self.engine.executor.together("load_state_dict")
         wanted = wanted_by(module, prefix, self.engine.places)
         sets = same_model(self.engine.ranks, self.engine.others) or [self.engine.ranks]

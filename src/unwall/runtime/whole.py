@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from unwall.native import interrupts
+from unwall.runtime.early_writes import refuse_early_write
 from unwall.runtime.engine import Engine
 from unwall.runtime.near import become_plain
 from unwall.runtime.places import Place
@@ -136,6 +137,7 @@ def put_whole(engine: Engine, param: nn.Parameter, value: torch.Tensor) -> None:
 def put_changed(engine: Engine, param: nn.Parameter, value: torch.Tensor, keep: bool = True) -> None:
     """The same for a value that was read and changed. ``keep``: where it is less precise than the master, elements that are
     still what the master rounds to stay as they are."""
+    refuse_early_write(engine, [param], "a write to a parameter")
     engine.version += 1
     engine.unwritten.pop(id(param), None)
     for place in engine.places[id(param)]:
@@ -238,6 +240,7 @@ def lend(
 def _lend(engine: Engine, params: Sequence[nn.Parameter], write: bool, rank: int, dtype: torch.dtype | None) -> Iterator[None]:
     with interrupts.deferred:
         engine.edge()
+        refuse_early_write(engine, params if write else [], "unwall.full_params(write=True)")
         engine.executor.together("full_params")
     reader = WholeParams(engine, everywhere=True)
     # Not those that an outer full_params has lent already, nor parameters that were put into the model after sharding.

@@ -202,6 +202,12 @@ class PassingThrough(Away):
         assert self._block is not None
         return self._block.view(self._dtype)[: self._group.own_numel]
 
+    def rest(self, write: bool = False) -> torch.Tensor:
+        value = super().rest(write)
+        if write:
+            self._group.pending.settle_update()  # it may be reading what is zeroed now
+        return value
+
     @property
     def lends(self) -> bool:
         return self._block is not None
