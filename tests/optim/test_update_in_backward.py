@@ -101,3 +101,16 @@ def test_what_would_lose_updates_between_backward_and_step_is_refused(grads, tmp
 
     expected, got = trained(lambda *_: ()), trained(between)
     assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
+
+
+@pytest.mark.parametrize("grads", ["auto", "transient"])
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_who_looks_between_backward_and_step_sees_one_state(tier, grads, tmp_path):
+    plan = {"params": tier, "optimizer": tier, "grads": grads, **({"disk": tmp_path} if tier == "disk" else {})}
+    model, optimizer = start(plan, update_in_backward=True)
+    for number in range(3):
+        backward(model, number)
+        seen = copy.deepcopy(model.state_dict())
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [name for name, value in model.state_dict().items() if not torch.equal(value, seen[name])] == []

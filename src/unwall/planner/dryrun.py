@@ -163,7 +163,7 @@ def _shard_on_paper(module: nn.Module, plan: Plan, chosen: ChosenPlan, rank: int
     counted_on = Room(chosen.budget_device_bytes, chosen.budget_host_bytes)
     with fake_ranks(rank, chosen.ranks) as group:
         engine = assemble(module, plan, collectives.Ranks(group), counted_on, make_tiers, lambda _: None)
-        optimizer = AdamW(module.parameters())  # its states go with it
+        optimizer = AdamW(module.parameters(), update_in_backward=plan.transient)  # its states go with it
         held: dict[TierName, int] = {name: ledger.live_bytes for name, ledger in engine.tiers.ledgers.items()}
         del optimizer
     _check(rank, held, expected)

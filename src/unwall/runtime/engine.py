@@ -119,6 +119,8 @@ class Engine:
         """Told before states move to other tiers: what was computed ahead of a step, and the memory for it, goes."""
         self._updated: set[int] = set()
         """Groups that were updated in this backward, ahead of the step."""
+        self._some_updated = False
+        """Some groups were updated ahead of the step, and the gradients of others may still be on their way."""
         self.skipped = 0
         """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
         self.root: weakref.ref[nn.Module] | None = None
@@ -216,6 +218,7 @@ class Engine:
         group = self.groups[index]
         group.faces.updated(slots, here=group.home.tier == "device")
         self._updated.add(index)
+        self._some_updated = True
 
     def _close_updates(self) -> None:
         """No backward runs in which such parameters could be read."""
@@ -290,6 +293,15 @@ class Engine:
         for check in self.checks:
             check()
         self._settle_writes()
+        self._update_rest()
+
+    def _update_rest(self) -> None:
+        """Whoever looks between backward and step sees all groups as they are after the step, if some were updated ahead of it:
+        the last gradients are waited for, and handed out."""
+        if self._some_updated and not self.backward.running:
+            self._some_updated = False
+            self.executor.finish_reduces(departed=False)
+            self._hand_out()
 
     def _settle_writes(self) -> None:
         for settle in self.edges:
