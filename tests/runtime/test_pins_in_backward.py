@@ -61,6 +61,19 @@ def test_frozen_layers_are_let_go_when_backward_has_passed_them(kind):
     assert max(counts) <= 2, counts
 
 
+@pytest.mark.parametrize("kind", [Chain, Shared])
+def test_a_further_backward_through_the_same_graph_lets_them_go_too(kind):
+    torch.manual_seed(0)
+    model = kind()
+    unwall.shard(model, HOST)
+    pins, counts = unwall.api.engine(model).executor.pins, []
+    output = model(torch.ones(2, WIDTH), lambda: counts.append(len(pins.soft)))
+    for again in (True, True, False):
+        output.square().mean().backward(retain_graph=again)
+    assert len(counts) == 3 * LAYERS
+    assert max(counts) <= 2, counts
+
+
 def test_a_graph_that_is_used_twice():
     """The second backward reads them again."""
     results = []
