@@ -236,9 +236,11 @@ class Executor(Room[AnyGroup, AnyGradient]):
 
     def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
-        hand out: an optimizer that is told may wait for an update, and nobody who makes room should."""
+        hand out: an optimizer that is told may wait for an update, and nobody who makes room should.
+
+        Not those of which more is on its way: it counts as held already, and is not there. They come when it is."""
         found, self.reduced = self.reduced, []
-        return list(dict.fromkeys(found))
+        return [index for index in dict.fromkeys(found) if index not in self._reducing]
 
     # -- with the other ranks -----------------------------------------------------------------------------------------
 
