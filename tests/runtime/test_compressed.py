@@ -1,5 +1,6 @@
 """Parameters and gradients that travel between ranks as small integers: what that changes, and what it must not."""
 
+import contextlib
 import itertools
 import random
 import zlib
@@ -414,3 +415,61 @@ def test_an_accepted_budget_is_enough(ranks, fields, tmp_path):
 def test_a_plan_that_cannot_travel_like_that_is_refused(fields, words):
     with pytest.raises(PlanError, match=words):
         Plan(**fields)
+
+
+@torch.no_grad()
+def full_card(every):
+    """Outputs, the first of which count, where on rank 0 the card has at every few gathers no memory for what travels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    unwall.shard(model, Plan(params="host", optimizer="host", device_bytes="80KiB", gather_dtype="int8"))
+    batch = torch.ones(2, 64, dtype=BF16)
+    expected = [model(batch) for _ in range(3)][-1]
+    device, asked = unwall.api.engine(model).tiers.device, []
+    allocate = device.allocate
+
+    def allocate_late(nbytes, label):
+        asked.append(label)
+        if rank_and_world()[0] == 0 and len(asked) % every == 0:
+            device.ledger.reclaim()
+        return allocate(nbytes, label)
+
+    device.allocate = allocate_late
+    found = [torch.equal(model(batch), expected) for _ in range(3)]
+    return len(asked) > 16, found
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_is_being_fetched_is_not_dropped_for_what_it_travels_in(every, ranks):
+    assert ranks(2).run(full_card, every, limit_s=60) == [(True, [True] * 3)] * 2
+
+
+@torch.no_grad()
+def taken_behind_a_copy():
+    """How many gathers began behind a copy, and what took memory of the device meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    unwall.shard(model, Plan(params="host", optimizer="host", device_bytes="80KiB", gather_dtype="int8"))
+    engine, inside, taken = unwall.api.engine(model), [], []
+    device, ranks = engine.tiers.device, engine.ranks
+    allocate, behind = device.allocate, ranks.behind
+
+    def allocated(nbytes, label):
+        taken.extend([label] if inside and inside[-1] else [])
+        return allocate(nbytes, label)
+
+    @contextlib.contextmanager
+    def noted(work):
+        with behind(work):
+            inside.append(True)
+            yield
+            inside.append(False)
+
+    device.allocate, ranks.behind = allocated, noted
+    model(torch.ones(2, 64, dtype=BF16))
+    return inside.count(True), taken
+
+
+def test_memory_is_taken_where_compute_goes_on(ranks):
+    """On an accelerator what is dropped for it is waited for there. See [Note: behind a copy] in shards/collectives.py."""
+    assert ranks(2).run(taken_behind_a_copy) == [(16, [])] * 2

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from torch import nn
 
@@ -138,3 +139,30 @@ def test_the_copy_of_the_next_group_begins_while_the_one_before_is_gathered(rank
         for index, following in itertools.pairwise(fetched[1:]):  # the first is waited for: a step came before
             begun, copied = events.index(("gather", index)), events.index(("copy", following))
             assert begun < copied < events.index(("waited", index)), events
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_a_card_with_room_for_few_groups_is_enough(groups, monkeypatch):
+    """What is fetched ahead does not drop, for want of memory, what was fetched ahead before, and so on. Nothing stays for good."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+    batch = torch.ones(2, 64)
+    expected = model(batch)
+    unwall.shard(model, unwall.Plan(compute_dtype=torch.float32, params="host", optimizer="host", device_bytes="128KiB"))
+    executor, device = unwall.api.engine(model).executor, unwall.api.engine(model).tiers.device
+    (nbytes,) = {group.fetch_bytes for group in executor.groups}
+    take, begun = device._take, []
+
+    def take_within(memory):
+        begun.append(None)
+        assert len(begun) < 1000
+        if device.ledger.live_bytes > groups * nbytes:
+            raise torch.OutOfMemoryError("on purpose")
+        return take(memory)
+
+    monkeypatch.setattr(device, "_take", take_within)
+    for _ in range(5):
+        assert torch.equal(model(batch), expected)
+    executor.drop_cache()
+    assert device.ledger.live_bytes <= nbytes  # the one that was used last, at most

@@ -166,16 +166,14 @@ class Backward:
             for index, slot in call.places:
                 if slot not in self.awaiting[index]:
                     self._await_again(index, slot)
-        for index in call.groups:
-            self.pin(index)
-        for index in call.marked:
-            self._executor.mark(index)
-        if not call.started:
-            call.started = True
             if call.frozen:
                 self._open.append(call)
                 for index in call.frozen:
                     self._open_calls[index] += 1
+        for index in call.groups:
+            self.pin(index)
+        for index in call.marked:
+            self._executor.mark(index)
 
     def _close(self, task: int, number: int) -> None:
         """A graph task has come to this node: calls that began after it read their groups no more."""

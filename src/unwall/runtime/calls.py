@@ -55,7 +55,7 @@ def caller_of_hook() -> FrameType:
 class Call:
     """A finished forward call whose backward may come."""
 
-    __slots__ = ("began", "frozen", "groups", "marked", "places", "started", "task")
+    __slots__ = ("began", "frozen", "groups", "marked", "places", "task")
 
     def __init__(
         self, groups: Sequence[int], frozen: Sequence[int], places: set[Place], marked: Sequence[int] = (), began: int = 0
@@ -65,11 +65,11 @@ class Call:
         self.marked = marked
         self.places = places
         self.task = -1
+        """The backward that has come to it last."""
         self.frozen = frozen
         """Groups with parameters whose gradients nobody waits for."""
         self.began = began
         """As of its ``Frame``."""
-        self.started = False
 
 
 _next_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]

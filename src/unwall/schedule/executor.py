@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 
+import torch
+
 from unwall.native.library import DiskError
 from unwall.schedule.backend import Acts, AgreementBackend, Lane
 from unwall.schedule.present import Present
@@ -148,9 +150,9 @@ class Executor(Room[AnyGroup, AnyGradient]):
     def _begin_gather(self, index: int, near: bool) -> None:
         group = self.groups[index]
         self.make_room(group.fetch_bytes + group.transit_bytes, f"parameters of {group.name}")
-        if group.fetch_bytes:
-            self._fetched.add(index)
         (group.begin_near if near else group.begin_gather)()
+        if group.fetch_bytes:
+            self._fetched.add(index)  # not before: what is dropped for its memory, where the card has none, is not it
         self.gathered_elements += group.gathered_numel if self._ranks > 1 else 0
 
     def _work_ahead(self) -> None:
@@ -174,8 +176,16 @@ class Executor(Room[AnyGroup, AnyGradient]):
                 return  # never wait for what is not needed yet: compute that could be queued meanwhile would wait, too
             if not self._drop_for(self._fetch_bytes[index] + group.transit_bytes, sooner_than=distance):
                 return
-            self.agreement.gather(index, group.near)
+            emptied = self.emptied
+            try:
+                self.agreement.gather(index, group.near)
+            except torch.OutOfMemoryError:
+                if self.alone:
+                    return  # it is not needed yet
+                raise
             self._ahead[index] = group.gathered_numel
+            if self.emptied != emptied:
+                return  # the card is full: what that has dropped would be fetched again, and drop this one
 
     def _next_missing(self) -> tuple[int, int] | None:
         """The next use that finds its group absent, and how far ahead it is. Each use is looked at once, unless what it needs
@@ -226,9 +236,11 @@ class Executor(Room[AnyGroup, AnyGradient]):
 
     def take_reduced(self) -> list[int]:
         """The groups whose sum has left for where its update runs since this was last asked. Only noted here, for the engine to
-        hand out: an optimizer that is told may wait for an update, and nobody who makes room should."""
+        hand out: an optimizer that is told may wait for an update, and nobody who makes room should.
+
+        Not those of which more is on its way: it counts as held already, and is not there. They come when it is."""
         found, self.reduced = self.reduced, []
-        return list(dict.fromkeys(found))
+        return [index for index in dict.fromkeys(found) if index not in self._reducing]
 
     # -- with the other ranks -----------------------------------------------------------------------------------------
 
@@ -275,11 +287,15 @@ class Executor(Room[AnyGroup, AnyGradient]):
     def join_gather(self, index: int, near: bool = False) -> None:
         """Takes part in a gather, whether this rank needs it or another one. ``near``: inside the node."""
         with self._taking_part():
-            group = self.groups[index]
-            if group.residence is Residence.ABSENT and (group.near or not near):
-                self._begin_gather(index, near)
-            else:
-                (group.serve_near if near else group.serve_gather)()
+            group, hard = self.groups[index], self.pins.hard
+            hard[index] += 1  # where the card has no memory for what it takes, it is not what is dropped for that
+            try:
+                if group.residence is Residence.ABSENT and (group.near or not near):
+                    self._begin_gather(index, near)
+                else:
+                    (group.serve_near if near else group.serve_gather)()
+            finally:
+                hard[index] -= 1
 
     def join_reduce(self, index: int, present: set[int], contribute: bool) -> None:
         """Takes part in a reduction. Without ``contribute`` another rank needs it: this one adds zeros."""

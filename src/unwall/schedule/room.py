@@ -41,6 +41,8 @@ class Room(Generic[AnyGroup, AnyGradient]):
         """Groups that were fetched ahead and are not used yet, and their elements."""
         self._clear = 0
         """Every use of this pass before this one finds its group present."""
+        self.emptied = 0
+        """How often the cache was dropped."""
         self._acting = 0  # collectives over several ranks that this rank takes part in now
 
     def _measure_room(self) -> None:
@@ -120,6 +122,7 @@ class Room(Generic[AnyGroup, AnyGradient]):
 
     def drop_cache(self, soft: bool = True) -> None:
         """Drops everything that nothing reads now, or nothing pins: memory is needed that the card does not have."""
+        self.emptied += 1
         for occupant in self._occupants(soft):
             if not occupant.pinned:
                 self.pins.give_up(occupant.group)

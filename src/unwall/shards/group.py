@@ -228,8 +228,7 @@ class Group(Owned):
                 self.buffer.hold(self._copying)
                 self._reading = end_of(self._copying)
             if self._gathers:
-                with self._behind_copy():  # the gather reads what is being copied
-                    self._gathering = self._gather(self.flat)
+                self._gathering = self._gather(self.flat, self._behind_copy())  # it reads what is being copied
                 self.buffer.hold(self._gathering)
                 if self.replica is not None:
                     self.replica.await_gather(self.generation)
@@ -242,20 +241,21 @@ class Group(Owned):
         if not self._gathers:
             return
         self._await_copy()
-        self._gather(None).wait()
+        self._gather(None, nullcontext()).wait()
         if self.replica is not None:
             self.replica.await_gather(self.generation)
             if self.residence is Residence.RESIDENT:
                 self.replica.fill(self.buffer)
 
-    def _gather(self, into: torch.Tensor | None) -> Collective:
+    def _gather(self, into: torch.Tensor | None, behind: AbstractContextManager[None]) -> Collective:
         """Everybody's part, on its way ``into`` the flat buffer, or to nowhere."""
         _, numel, dtype = self.travels
         self._ranks.traffic.gathered_bytes += self._ranks.from_others(numel * dtype.itemsize)
         self._ranks.traffic.gathered_far_bytes += self._ranks.from_far(numel * dtype.itemsize)
         if self.packed is not None:
-            return self.packed.begin(into, self._gather_source())
-        return self._ranks.all_gather(torch.empty_like(self.flat) if into is None else into, self._gather_source())
+            return self.packed.begin(into, self._gather_source(), behind)
+        with behind:
+            return self._ranks.all_gather(torch.empty_like(self.flat) if into is None else into, self._gather_source())
 
     def finish_gather(self) -> None:
         """ARRIVING to RESIDENT: the parameters become views of the filled buffer."""

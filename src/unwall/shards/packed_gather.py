@@ -7,6 +7,8 @@ are; ``state_dict``, checkpoints, ``full_params`` and everything else outside a 
 home of the parameters (stages 1 and 2 on the device) they are never gathered this way, because that would overwrite them.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from unwall.shards.collectives import Collective, Ranks
@@ -32,13 +34,15 @@ class PackedGather:
         """Device memory of one on its way."""
         return self.part_bytes * self._ranks.size
 
-    def begin(self, flat: torch.Tensor | None, source: torch.Tensor) -> Collective:
-        """Starts to gather everybody's ``source``. After ``wait`` it is in ``flat``, or nowhere: another rank needs it."""
+    def begin(self, flat: torch.Tensor | None, source: torch.Tensor, behind: AbstractContextManager[None]) -> Collective:
+        """Starts to gather everybody's ``source``. After ``wait`` it is in ``flat``, or nowhere: another rank needs it.
+
+        ``behind``: what uses the device is queued inside. Its memory is not taken there: where the card has none, groups are
+        dropped for it, and what waits for their gathers is the stream that goes on to use their memory."""
         block = self._device.allocate(self.nbytes, self._label)
         try:
             packed = block.view(torch.uint8)
             part = packed[self._ranks.rank * self.part_bytes :][: self.part_bytes]
-            self._codec.pack(part, source)
 
             def arrived() -> None:
                 try:
@@ -48,7 +52,9 @@ class PackedGather:
                 finally:
                     self._device.free(block)
 
-            return self._ranks.all_gather(packed, part, arrived)
+            with behind:
+                self._codec.pack(part, source)
+                return self._ranks.all_gather(packed, part, arrived)
         except BaseException:
             self._device.free(block)
             raise
