@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offload import Setup, backward, build, differing, few_chunks, outcome, over_budget, smallest
+from offload import Setup, backward, build, differing, few_chunks, named_budget, outcome, over_budget, smallest
 from test_masters_apart import NUMEL, group
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -134,6 +134,32 @@ def test_a_plan_of_several_passes_sets_the_room_aside(tmp_path):
                 step(each, its, 2 * number + 1)
         assert differing(outcome(expected, other), outcome(model, optimizer)) == []
         assert over_budget(model) == []
+
+
+def test_larger_states_take_the_room_of_sums():
+    """The plan is judged by AdamW's states when it is sharded."""
+
+    def centered(**fields):
+        model = model_of()
+        unwall.shard(model, Plan(compute_dtype=SETUP.dtype, params="device", optimizer="device", **fields))
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True, momentum=0.9)
+        return model, unwall.wrap(optimizer)
+
+    least = smallest(model_of(), "device_bytes", compute_dtype=SETUP.dtype, params="device", optimizer="device")
+    with pytest.raises(unwall.PlanError, match="does not fit RMSprop") as refusal:
+        centered(device_bytes=least)
+    budget = named_budget(refusal.value)[1]
+    (model, optimizer), (expected, other) = centered(device_bytes=budget), centered()
+    assert set(homes_of(model)) == {ONE_PASS}
+    for each, its in ((model, optimizer), (expected, other)):
+        step(each, its, 0)
+        backward(each, its, SETUP, 1, WIDTH)
+    with pytest.raises(unwall.BudgetError, match=r"sum of several backwards.*Plan\(passes=N\)"):
+        backward(model, optimizer, SETUP, 2, WIDTH)
+    for its in (optimizer, other):
+        its.step()
+    assert differing(expected.state_dict(), model.state_dict()) == []
+    assert over_budget(model) == []
 
 
 class Shared(nn.Module):

@@ -1,14 +1,16 @@
 """Whether the states of an optimizer fit: judged when it is built, before anything is allocated."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from unwall.optim.own_states import OwnStates
 from unwall.optim.rule import UpdateRule
 from unwall.optim.updates import HostUpdate
+from unwall.plans import PlanError
 from unwall.runtime.engine import Engine
 from unwall.shards.build import Room, check_fit, group_sizes
 from unwall.shards.group import Group
-from unwall.shards.home import Sizes
+from unwall.shards.home import DEVICE, ONE_PASS, Home, Sizes
 from unwall.shards.states import GROUP, adamw_specs, bytes_per_element, master_specs
 from unwall.shards.working import chunk_bytes
 
@@ -16,20 +18,38 @@ from unwall.shards.working import chunk_bytes
 def make_room(engine: Engine, groups: Iterable[Group], rule: UpdateRule, own: OwnStates, name: str) -> None:
     """Room for a rule's states of some groups. PlanError where a budget does not hold them, with the numbers.
 
-    ``shard`` has judged by AdamW's states. The chunks that go through host memory while states on disk are updated are as
-    large as AdamW's, too: they grow where the rule keeps more.
+    ``shard`` has judged by AdamW's states. Where a plan has one pass, larger ones get the room that it set aside on the device
+    for sums, too ([Note: one pass] in shards/placement.py). The chunks that go through host memory while states on disk are
+    updated are as large as AdamW's: they grow where the rule keeps more.
     """
     indices = {group.index for group in groups}
     sizes = [_sizes(engine, group, rule if group.index in indices else None, own) for group in engine.groups]
-    homes = [group.home for group in engine.groups]
     plan, tiers = engine.plan, engine.tiers
     room = Room(plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes)
     kept = sorted({spec.name for group in engine.groups if group.index in indices for spec in rule.specs(group)})
-    check_fit(sizes, homes, plan, engine.ranks.size, room, f"{name} (its states: {', '.join(kept) or 'none'})")
+    whose = f"{name} (its states: {', '.join(kept) or 'none'})"
+    homes = _fitting(engine, sizes, lambda homes: check_fit(sizes, homes, plan, engine.ranks.size, room, whose))
     needed = max(chunk_bytes(size, home, tiers.chunk_elements) for size, home in zip(sizes, homes, strict=True))
     if any(home.on_disk for home in homes) and needed > tiers.chunks.slot_bytes:
         # On the thread that updates: nothing else uses the ring there at the same time.
         HostUpdate(lambda: tiers.chunks.resize(needed), engine.failures).wait()
+
+
+def _fitting(engine: Engine, sizes: Sequence[Sizes], check: Callable[[list[Home]], None]) -> list[Home]:
+    """The homes of the groups, without room for sums if they do not fit otherwise."""
+    homes = [group.home for group in engine.groups]
+    tight = [
+        ONE_PASS if group.home == DEVICE and not size.adds_up and all(slot.whole for slot in group.layout.slots) else group.home
+        for group, size in zip(engine.groups, sizes, strict=True)
+    ]
+    if tight != homes:
+        with suppress(PlanError):
+            check(homes)
+            return homes
+    check(tight)
+    for group, home in zip(engine.groups, tight, strict=True):
+        group.home = home
+    return tight
 
 
 def _sizes(engine: Engine, group: Group, rule: UpdateRule | None, own: OwnStates) -> Sizes:
