@@ -16,6 +16,7 @@ and states are still true after that, but a step may have been taken in part. Wo
 handlers that are not written in Python (faulthandler's) and those of profilers, which want to know where the program is.
 """
 
+import _signal  # type: ignore[import-not-found]
 import _thread
 import functools
 import os
@@ -120,7 +121,7 @@ def install() -> None:
     if get_ident() != _main:
         return
     for number in DEFERRED:
-        current = signal.getsignal(number)
+        current = _signal.getsignal(number)  # signal's own looks for an enum's member each time
         if callable(current) and type(current) is not Handler:  # otherwise it is ignored, or ends the process
             with suppress(ValueError):  # the main thread of another interpreter in this process
                 signal.signal(number, Handler(current))

@@ -235,7 +235,8 @@ class Backward:
         self.arrivals += 1
         places = self._places[id(param)]
         for index, _ in places:
-            self._arriving(index)
+            if self._gradients[index].used:
+                self._arriving(index)
         executor, with_graph = self._executor, torch.is_grad_enabled()
         if with_graph:
             self.with_graph.add(places)

@@ -187,7 +187,12 @@ class Forward:
         if mine and self.quiet:
             self.lookups += 1
             if param.requires_grad and _is_grad_enabled():
-                self._backward.expect(param, places)
+                backward = self._backward
+                if id(param) in backward.hooked:  # what ``expect`` does, without a call for each parameter; so below
+                    for index, slot in places:
+                        backward.awaiting[index].add(slot)
+                else:
+                    backward.expect(param, places)
             return
         saved = self.saved
         if (look := saved.look) is not None and (top := look(True)) is not None and top[0] is not saved.pushed:
@@ -200,7 +205,7 @@ class Forward:
             if index in self.covered.groups and len(places) == 1:
                 if param.requires_grad and _is_grad_enabled():
                     backward = self._backward
-                    if id(param) in backward.hooked:  # what ``expect`` does, without a call for each parameter
+                    if id(param) in backward.hooked:
                         backward.awaiting[index].add(slot)
                     else:
                         backward.expect(param, places)

@@ -84,7 +84,8 @@ class Gradient:
         """Parameters that have a gradient on some rank, reduced, since the last step."""
         self._forgotten: set[int] = set()
         """Parameters whose gradients are still in the place, but not wanted any more."""
-        self._used: set[int] = set()
+        self.used: set[int] = set()
+        """Parameters of which an update is under way or has ended, before ``step``."""
         """Parameters that were updated with it before ``step``."""
         self._alone = ranks.size == 1
         self._own = Accumulator(group, tiers, dtype)
@@ -162,7 +163,7 @@ class Gradient:
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
         own = self._own
-        if slot in self._used:
+        if slot in self.used:
             self._refuse_second(slot)
         if self.phase is not Phase.IDLE or own.flat is None:
             self._fill()
@@ -350,20 +351,15 @@ class Gradient:
     def forget(self, slots: set[int]) -> None:
         """Takes out the gradients of some parameters. They count as gone at once; their memory is zeroed when the others' are
         read or added to, because an update may be reading it now."""
-        self._used -= slots
+        self.used -= slots
         if not self.needs_memory:
             self._place.square_sum = None
             self._forgotten |= slots
 
     @property
-    def used(self) -> Set[int]:
-        """Parameters of which an update is under way or has ended, before ``step``."""
-        return self._used
-
-    @property
     def all_used(self) -> bool:
         """Whether a further gradient is one too many."""
-        return bool(self._used) and all(slot in self._used for slot, p in enumerate(self.group.params) if p.requires_grad)
+        return bool(self.used) and all(slot in self.used for slot, p in enumerate(self.group.params) if p.requires_grad)
 
     @property
     def lends(self) -> bool:
@@ -372,11 +368,11 @@ class Gradient:
 
     def use(self, slots: Set[int]) -> None:
         """An update of these parameters is under way, before ``step``."""
-        self._used |= slots
+        self.used |= slots
 
     def let_go(self) -> None:
         """After everyone was told of it: where it is not kept and all of it was used, its memory is free for others."""
-        if self.transient and self._used and self._used >= self.present and self.phase is not Phase.REDUCING:
+        if self.transient and self.used and self.used >= self.present and self.phase is not Phase.REDUCING:
             self.finish_reduce()
             self._place.let_go()
             self._forgotten.clear()
@@ -401,7 +397,7 @@ class Gradient:
             self._end().discard()
         self.present.clear()
         self._forgotten.clear()
-        self._used.clear()
+        self.used.clear()
         self.passes = 0
         self.changed = False
         self._place.clear()
