@@ -131,6 +131,17 @@ def test_from_pretrained_computes_what_the_library_computes(ranks, saved, kind):
         assert_same(buffers, dict(library.named_buffers()))
 
 
+def test_parameters_made_by_constructors_of_old_are_loaded(tmp_path):
+    """``torch.FloatTensor(n)`` is on the CPU, also where a model is built on the meta device."""
+    import transformers
+
+    torch.manual_seed(7)
+    config = transformers.XLNetConfig(vocab_size=96, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    plain = transformers.XLNetLMHeadModel(config)
+    plain.save_pretrained(tmp_path)
+    assert_same(unwall.from_pretrained(tmp_path).state_dict(), plain.state_dict())
+
+
 def test_a_bare_backbone_and_a_model_with_a_head_load_each_other(saved, tmp_path):
     import transformers
 

@@ -38,6 +38,7 @@ def build_empty(
     make = getattr(kind, "from_config", None) or kind._from_config
     with torch.device("meta"):
         model: Any = make(config, dtype=_dtype(path, dtype, config), **options)
+    _all_on_meta(model)
     _keep_fp32(model)
     _give_buffers_values(model)
     if model.can_generate() and Path(path, "generation_config.json").is_file():
@@ -70,6 +71,18 @@ def _dtype(path: str | os.PathLike[str], dtype: torch.dtype | str | None, config
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype is one for weights, such as torch.bfloat16 or 'auto', got {dtype!r}")
     return dtype
+
+
+def _all_on_meta(model: nn.Module) -> None:
+    """``torch.Tensor(n)`` and ``torch.FloatTensor(n)`` know no device context, so some parameters have memory."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or param.is_meta:
+                continue
+            if id(param) not in made:  # tied parameters stay tied
+                made[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            module._parameters[name] = made[id(param)]
 
 
 def _keep_fp32(model: Any) -> None:
