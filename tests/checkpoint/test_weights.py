@@ -160,6 +160,21 @@ def test_a_bare_backbone_and_a_model_with_a_head_load_each_other(saved, tmp_path
     assert_same(bare.state_dict(), {name.removeprefix("model."): value for name, value in wanted.items()})
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_head_that_no_file_holds_is_initialised_as_the_library_does_it(saved, tier):
+    """What the head says of its layers counts, and not what the model says of any layer."""
+    import transformers
+
+    plan = unwall.Plan(params=tier, optimizer=tier)
+    with pytest.warns(UserWarning, match="does not hold classification_head"):
+        model = unwall.from_pretrained(saved("t5"), plan, auto_class=transformers.T5ForSequenceClassification)
+    for layer in (model.classification_head.dense, model.classification_head.out_proj):
+        assert layer.weight.std().item() == pytest.approx(32**-0.5, rel=0.2)
+        assert not layer.bias.any()
+    found, wanted = model.state_dict(), tiny("t5").state_dict()
+    assert_same({name: found[name] for name in wanted if name in found}, {n: v for n, v in wanted.items() if n in found})
+
+
 def test_config_fields_are_overridden_and_unknown_ones_refused(saved):
     model = unwall.from_pretrained(saved("llama"), dtype="bfloat16", attn_implementation="eager", rms_norm_eps=0.5)
     assert model.config.rms_norm_eps == 0.5
