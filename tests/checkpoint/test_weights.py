@@ -131,6 +131,17 @@ def test_from_pretrained_computes_what_the_library_computes(ranks, saved, kind):
         assert_same(buffers, dict(library.named_buffers()))
 
 
+def test_parameters_made_by_constructors_of_old_are_loaded(tmp_path):
+    """``torch.FloatTensor(n)`` is on the CPU, also where a model is built on the meta device."""
+    import transformers
+
+    torch.manual_seed(7)
+    config = transformers.XLNetConfig(vocab_size=96, d_model=32, n_layer=2, n_head=4, d_inner=48)
+    plain = transformers.XLNetLMHeadModel(config)
+    plain.save_pretrained(tmp_path)
+    assert_same(unwall.from_pretrained(tmp_path).state_dict(), plain.state_dict())
+
+
 def test_a_bare_backbone_and_a_model_with_a_head_load_each_other(saved, tmp_path):
     import transformers
 
@@ -147,6 +158,21 @@ def test_a_bare_backbone_and_a_model_with_a_head_load_each_other(saved, tmp_path
         warnings.filterwarnings("ignore", message=".*has no use for: lm_head")
         bare = unwall.from_pretrained(saved("qwen3_moe"), auto_class=transformers.AutoModel)
     assert_same(bare.state_dict(), {name.removeprefix("model."): value for name, value in wanted.items()})
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_head_that_no_file_holds_is_initialised_as_the_library_does_it(saved, tier):
+    """What the head says of its layers counts, and not what the model says of any layer."""
+    import transformers
+
+    plan = unwall.Plan(params=tier, optimizer=tier)
+    with pytest.warns(UserWarning, match="does not hold classification_head"):
+        model = unwall.from_pretrained(saved("t5"), plan, auto_class=transformers.T5ForSequenceClassification)
+    for layer in (model.classification_head.dense, model.classification_head.out_proj):
+        assert layer.weight.std().item() == pytest.approx(32**-0.5, rel=0.2)
+        assert not layer.bias.any()
+    found, wanted = model.state_dict(), tiny("t5").state_dict()
+    assert_same({name: found[name] for name in wanted if name in found}, {n: v for n, v in wanted.items() if n in found})
 
 
 def test_config_fields_are_overridden_and_unknown_ones_refused(saved):

@@ -62,10 +62,10 @@ def history(trainer):
     return [[entry[n] for n in names if n in entry] for entry in trainer.state.log_history if set(names) & set(entry)]
 
 
-def train(kind, out, resume=None, model=llama, plan=None, **options):
+def train(kind, out, resume=None, model=llama, plan=None, optimizer=None, **options):
     with launched():
         args = transformers.TrainingArguments(output_dir=str(out), **(USUAL | options))
-        more = {} if kind is transformers.Trainer else {"plan": plan}
+        more = {} if kind is transformers.Trainer else {"plan": plan, "optimizer_cls_and_kwargs": optimizer}
         trainer = kind(model=model(), args=args, train_dataset=ROWS, eval_dataset=ROWS[:6], **more)
         trainer.train(resume_from_checkpoint=resume and str(resume))
         return trainer
@@ -104,6 +104,18 @@ def test_trains_as_the_plain_trainer(ranks, tmp_path, world):
 )
 def test_honours_its_arguments(tmp_path, options):
     same(history(train(Trainer, tmp_path / "a", **options)), history(train(transformers.Trainer, tmp_path / "b", **options)))
+
+
+AT_ONCE = (unwall.AdamW, {"lr": 1e-2, "betas": (0.9, 0.95), "update_in_backward": True})
+
+
+@pytest.mark.parametrize("grads", ["auto", "transient"])
+def test_gradients_that_are_used_in_backward_have_no_norm(tmp_path, grads):
+    plan = unwall.Plan(params="host", optimizer="host", grads=grads)
+    options = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1}
+    ours = history(train(Trainer, tmp_path / "a", plan=plan, optimizer=AT_ONCE, **options))
+    plain = history(train(transformers.Trainer, tmp_path / "b", **options))
+    same(ours, [[loss, rate] for loss, _, rate in plain])
 
 
 def test_bf16_computes_in_bf16(tmp_path):
@@ -250,6 +262,7 @@ def test_a_sharded_model_is_taken_as_it_is(tmp_path):
         ({"torch_compile": True}, "torch_compile"),
         ({"bf16_full_eval": True}, "bf16_full_eval"),
         ({"save_on_each_node": True}, "one directory"),
+        ({"optimizer": AT_ONCE}, "write max_grad_norm=0"),
         ({"plan": unwall.Plan(reduce_op="sum")}, "reduce_op"),
         ({"plan": unwall.Plan(compute_dtype=torch.float16), "bf16": True}, "say the same in both"),
     ],

@@ -38,6 +38,7 @@ def build_empty(
     make = getattr(kind, "from_config", None) or kind._from_config
     with torch.device("meta"):
         model: Any = make(config, dtype=_dtype(path, dtype, config), **options)
+    _all_on_meta(model)
     _keep_fp32(model)
     _give_buffers_values(model)
     if model.can_generate() and Path(path, "generation_config.json").is_file():
@@ -72,6 +73,18 @@ def _dtype(path: str | os.PathLike[str], dtype: torch.dtype | str | None, config
     return dtype
 
 
+def _all_on_meta(model: nn.Module) -> None:
+    """``torch.Tensor(n)`` and ``torch.FloatTensor(n)`` know no device context, so some parameters have memory."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None or param.is_meta:
+                continue
+            if id(param) not in made:  # tied parameters stay tied
+                made[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            module._parameters[name] = made[id(param)]
+
+
 def _keep_fp32(model: Any) -> None:
     """Parameters that ``transformers`` keeps in fp32 whatever the model's dtype is."""
     plan = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
@@ -88,14 +101,14 @@ def _give_buffers_values(model: Any) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    _flag(model, set())
+    _flag(model)
     model.initialize_weights()
 
 
-def _flag(model: nn.Module, missing: set[str]) -> None:
-    """Tells ``transformers`` which parameters have a value: its initialisers leave them alone."""
-    for name, param in model.named_parameters():
-        param._is_hf_initialized = name not in missing  # type: ignore[attr-defined]
+def _flag(model: nn.Module) -> None:
+    """Tells ``transformers`` that all parameters have a value: its initialisers leave them alone."""
+    for param in model.parameters():
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def refuse_missing(model: nn.Module, path: str | os.PathLike[str], missing: list[str]) -> None:
@@ -124,26 +137,44 @@ def initialize_missing(model: nn.Module, path: str | os.PathLike[str], missing: 
     assert engine is not None
     mine = [held[name] for name in missing if name in held]  # other names are those of other stages of a pipeline
     absent = [entry for entry in mine if not entry.is_buffer]
-    _flag(model, {entry.name for entry in absent})
+    paths = {module: path for path, module in model.named_modules()}
+    _flag(model)
+    for buffer in model.buffers():
+        # They have values, by ``_give_buffers_values`` or from the files.
+        buffer._is_hf_initialized = True  # type: ignore[attr-defined]
     for module in dict.fromkeys(entry.owner for entry in absent):
-        with lend(engine, list(module.parameters(recurse=False)), write=True), torch.no_grad():
-            _nearest(model, module)._init_weights(module)
+        own = list(module.parameters(recurse=False))
+        lacking = [entry for entry in absent if entry.owner is module]
+        with lend(engine, own, write=True), torch.no_grad():
+            _initialize(model, paths[module], [entry.tensor for entry in lacking])
             for ranks in same_model(engine.ranks, engine.others):  # each has drawn random numbers of its own
-                for param in module.parameters(recurse=False):
+                for param in own:
                     ranks.broadcast(param.data)
-            for entry in absent:
-                if entry.owner is module and entry.tensor.isnan().any():
+            for entry in lacking:
+                if entry.tensor.isnan().any():
                     raise RuntimeError(
                         f"{os.fspath(path)} does not hold {entry.name}, and {type(model).__name__} does not say how to "
                         "initialise it: build the model in unwall.init, shard it, and call unwall.load_weights(strict=False)"
                     )
 
 
-def _nearest(model: nn.Module, wanted: nn.Module) -> Any:
-    """The innermost model of ``transformers`` around a module: it knows how to initialise it."""
+def _initialize(model: nn.Module, path: str, params: list[torch.Tensor]) -> None:
+    """Gives parameters of the module at ``path`` the values of a new model. Modules around it have a say after it: a head gives
+    its layers another deviation than layers have elsewhere."""
     from transformers import PreTrainedModel
+    from transformers.initialization import guard_torch_init_functions
 
-    return [part for part in model.modules() if isinstance(part, PreTrainedModel) and wanted in set(part.modules())][-1]
+    around, parts = [model], path.split(".") if path else []
+    for part in parts:
+        around.append(around[-1].get_submodule(part))
+    for param in params:
+        param._is_hf_initialized = False  # type: ignore[attr-defined]
+    with guard_torch_init_functions():
+        for count in range(len(around), 0, -1):
+            nearest: Any = next(module for module in reversed(around[:count]) if isinstance(module, PreTrainedModel))
+            nearest._init_weights(around[count - 1])
+    for param in params:
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _some(names: list[str]) -> str:

@@ -39,6 +39,15 @@ def refuse_optimizer(args: Any) -> None:
         )
 
 
+def refuse_clipping(args: Any) -> None:
+    """ValueError where gradients are to be clipped that an optimizer uses before their norm is known."""
+    if args.max_grad_norm > 0:
+        raise ValueError(
+            f"TrainingArguments: max_grad_norm={args.max_grad_norm}: an optimizer with update_in_backward=True uses gradients "
+            "before their norm is known; write max_grad_norm=0, or leave update_in_backward out"
+        )
+
+
 def precision(args: Any) -> str:
     """In Accelerate's words: "no", "fp16" or "bf16"."""
     return "fp16" if args.fp16 else "bf16" if args.bf16 else "no"

@@ -94,6 +94,8 @@ class TrainerMixin:
                 self.optimizer_cls_and_kwargs = given
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer = prepared(self.optimizer, self.accelerator)
+        if self._ours.uses_at_once:
+            arguments.refuse_clipping(self.args)
         return self.optimizer
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
@@ -107,6 +109,8 @@ class TrainerMixin:
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:  # noqa: ARG002
         if grad_norm is not None:
             return grad_norm
+        if self._ours.uses_at_once:
+            return None  # the gradients are used by now: nobody knows their norm
         self.accelerator.unscale_gradients(self.optimizer)
         return self._ours.clip_grad_norm_(float("inf"))
 
