@@ -234,6 +234,7 @@ def zeros_count(model, optimizer, step, rank, world):
     if step == 1:
         model.zero_grad(set_to_none=False)
         assert float(model.body[0].weight.grad.abs().sum()) == 0.0
+        assert float(model.body[0].weight.grad.norm()) == 0.0
 
 
 def given_by_autograd_grad(model, optimizer, step, rank, world):
