@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -414,3 +415,66 @@ def test_a_gradient_made_like_its_parameter():
     optimizer.step()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.detach(), before[name] - 1e-2, rtol=0, atol=1e-6, msg=name)
+
+
+class TwoLayers(nn.Module):
+    """Rank 1 uses the first one only. Nobody is rank 2, which uses none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 128), nn.Linear(128, 64)
+
+    def forward(self, x, rank):
+        x = self.first(x) if rank < 2 else x
+        return (self.second(x) if rank == 0 else x).square().mean()
+
+
+def forget_second(params):
+    for p in params[2:]:
+        p.grad = None
+
+
+def kept_on_one_rank(change):
+    """What ``no_sync`` has left on rank 0 alone, changed through ``.grad``. Parameters, and those of plain PyTorch."""
+    rank, found = rank_and_world()[0], []
+    for plain in (False, True):
+        model = TwoLayers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if plain:
+            (sum(model(inputs(0, one), one) for one in range(2)) / 2).backward()
+        else:
+            unwall.shard(model, Plan(compute_dtype=torch.float32))
+            optimizer = unwall.wrap(optimizer)
+            with unwall.no_sync(model):
+                model(inputs(0, rank), rank).backward()
+        if change is not None:
+            change(list(model.parameters()))
+        optimizer.step()
+        with nullcontext() if plain else unwall.full_params(model):
+            found.append([param.detach().clone() for param in model.parameters()])
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("change", [None, clip_norm, clip_value, change_in_place, log, forget_second])
+def test_gradients_that_no_sync_left_on_one_rank(ranks, change):
+    assert ranks(2).run(kept_on_one_rank, change) == [True, True]
+
+
+def cleared_where_no_sync_left_it(set_to_none):
+    model = unwall.shard(TwoLayers(), Plan(compute_dtype=torch.float32))
+    optimizer = unwall.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    rank, _ = rank_and_world()
+    with unwall.no_sync(model):
+        model(inputs(0, rank), rank).backward()
+    shown = [param.grad is not None for param in model.parameters()]
+    optimizer.zero_grad(set_to_none)
+    left = [param.grad is None for param in model.parameters()]
+    optimizer.step()
+    return shown, left, all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_no_sync_left_on_one_rank_is_forgotten(ranks, set_to_none):
+    assert ranks(2).run(cleared_where_no_sync_left_it, set_to_none) == [([True] * 4, [set_to_none] * 4, True)] * 2

@@ -370,8 +370,9 @@ class Engine:
         with suppress(DiskError):  # it is not wanted any more
             gradient.finish_reduce()
         gradient.present -= slots
+        gradient.elsewhere -= slots
         gradient.drop_pending(slots)
-        if not gradient.present and not gradient.pending:
+        if not gradient.present and not gradient.pending and not gradient.elsewhere:
             gradient.clear()
             if self.loss_scale != 1.0 and not any(other.present or other.pending for other in self.gradients):
                 self.loss_scale = 1.0

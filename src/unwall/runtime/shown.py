@@ -55,7 +55,7 @@ class Shown:
         self._running = False
         with torch._C.DisableTorchFunctionSubclass():
             for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
-                for slot in gradient.present | gradient.pending:
+                for slot in gradient.present | gradient.pending | gradient.elsewhere:
                     param = group.params[slot]
                     places = self._engine.places.get(id(param))
                     if places is not None and places not in self._marks:

@@ -45,7 +45,7 @@ from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
 from unwall.schedule.standing import Promise, Said, Standing
 from unwall.shards.collectives import Ranks
-from unwall.shards.control import PeerError, unpack_bits
+from unwall.shards.control import PeerError, pack_bits, unpack_bits
 from unwall.shards.feign import Feigned
 
 MOST_SINCE_STEP = 128
@@ -132,6 +132,8 @@ class Agreement:
         self._standing.backwards += 1
         self._since_step = min(self._since_step + 1, MOST_SINCE_STEP)
         self._settled = not any(row.flags & PENDING for row in rows)
+        if not self._settled:
+            self._tell_pending()
 
     def end_step(self, steady: bool, meet: bool = False) -> None:
         """Before the update: everything was reduced, on all ranks. ``meet``: and all of them say that they are ready for it."""
@@ -280,6 +282,20 @@ class Agreement:
         elif turn.wanted and not wanted:
             segment.deviated = True
         self._perform(turn.op, unpack_bits(turn.present), wanted)
+
+    def _tell_pending(self) -> None:
+        """What is kept on one rank only shows on all of them: whoever goes through ``.grad`` does the same on every rank."""
+        width, groups = self._control.bit_words, range(len(self._names))
+        try:
+            with self._control.watch.lock:
+                mine = [word for at in groups for word in pack_bits(sorted(self._acts.pending_in(at)), 62 * width)]
+                rows = self._control.exchange("present", mine, "the gradients there are")
+        except BaseException as error:
+            self._fail_here(error)
+            raise
+        anywhere = [reduce(or_, words) for words in zip(*rows, strict=True)]
+        for at in groups:
+            self._acts.know_pending(at, unpack_bits(anywhere[at * width : (at + 1) * width]))
 
     def _know(self, group: int, present: set[int]) -> None:
         known = self._segment.known.setdefault(group, set(self._acts.present_in(group)))
