@@ -478,3 +478,59 @@ def cleared_where_no_sync_left_it(set_to_none):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_what_no_sync_left_on_one_rank_is_forgotten(ranks, set_to_none):
     assert ranks(2).run(cleared_where_no_sync_left_it, set_to_none) == [([True] * 4, [set_to_none] * 4, True)] * 2
+
+
+def fail(_):
+    raise ValueError("in backward")
+
+
+def a_backward_fails(model, optimizer):
+    """On rank 0, after one that went well. All is tried again."""
+    rank, _ = rank_and_world()
+    model(inputs(0, rank), rank).backward()
+    x = inputs(1, rank).requires_grad_()
+    if rank == 0:
+        x.register_hook(fail)
+    with pytest.raises((ValueError, unwall.PeerError)):
+        model(x, rank).backward()
+    optimizer.zero_grad()
+
+
+def set_to_ones(params):
+    for p in params:
+        p.grad = torch.ones_like(p)
+
+
+def set_to_none(params):
+    for p in params:
+        p.grad = None
+
+
+def two_backwards(first, between, users):
+    """Before a step, with a change of ``.grad`` ``between``. ``users``: how each rank uses the model in the second one."""
+    rank, found = rank_and_world()[0], []
+    for plain in (False, True):
+        model = TwoLayers()
+        if not plain:
+            unwall.shard(model, Plan(compute_dtype=torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = optimizer if plain else unwall.wrap(optimizer)
+        if first is not None and not plain:
+            first(model, optimizer)
+        for step, use in enumerate(((0, 1), users)):
+            if step and between is not None:
+                between(list(model.parameters()))
+            losses = (model(inputs(step, one).requires_grad_(), use[one]) for one in ((0, 1) if plain else (rank,)))
+            (sum(losses) / (2 if plain else 1)).backward()
+        optimizer.step()
+        with nullcontext() if plain else unwall.full_params(model):
+            found.append([param.detach().clone() for param in model.parameters()])
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "users"),
+    [(a_backward_fails, None, (0, 1)), (None, set_to_none, (0, 2)), (None, set_to_ones, (0, 2)), (None, set_to_ones, (0, 1))],
+)
+def test_what_was_in_grad_before_another_ranks_gradient(ranks, first, between, users):
+    assert ranks(2).run(two_backwards, first, between, users) == [True, True]
