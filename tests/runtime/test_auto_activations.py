@@ -303,3 +303,35 @@ def test_a_rank_alone_survives_an_out_of_memory(pool):
     (expected, _), _ = pool.run(on_ranks, "keep", None, False)
     (values, _), _ = pool.run(on_ranks, "auto", "64MiB", True)
     assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+class Skips(nn.Module):
+    """Its blocks are checkpointed by itself, and may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = convolutions()[0]
+
+    def forward(self, x, skips):
+        x = self.inner.stem(x)
+        for stage in () if skips else self.inner.stages:
+            x = checkpoint(stage, x, use_reentrant=False)
+        return x.mean()
+
+
+def blocks_on_one_rank():
+    """Rank 0 comes to no checkpoint in its first batches. Whether the blocks are left alone, after each step."""
+    rank, found = torch.distributed.get_rank(), []
+    torch.manual_seed(0)
+    model = sharded(Skips(), device_bytes="1GiB")
+    optimizer = unwall.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        model(torch.ones(1, 3, 12, 12), skips=rank == 0 and step < 4).backward()
+        optimizer.step()
+        found.append(decides(model).left_alone)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoints its blocks already")
+def test_only_one_rank_comes_to_a_checkpoint(pool):
+    assert pool.run(blocks_on_one_rank) == [[False] * 4 + [True] * 2, [True] * 6]

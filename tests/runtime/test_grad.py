@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -234,6 +235,7 @@ def zeros_count(model, optimizer, step, rank, world):
     if step == 1:
         model.zero_grad(set_to_none=False)
         assert float(model.body[0].weight.grad.abs().sum()) == 0.0
+        assert float(model.body[0].weight.grad.norm()) == 0.0
 
 
 def given_by_autograd_grad(model, optimizer, step, rank, world):
@@ -413,3 +415,122 @@ def test_a_gradient_made_like_its_parameter():
     optimizer.step()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.detach(), before[name] - 1e-2, rtol=0, atol=1e-6, msg=name)
+
+
+class TwoLayers(nn.Module):
+    """Rank 1 uses the first one only. Nobody is rank 2, which uses none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 128), nn.Linear(128, 64)
+
+    def forward(self, x, rank):
+        x = self.first(x) if rank < 2 else x
+        return (self.second(x) if rank == 0 else x).square().mean()
+
+
+def forget_second(params):
+    for p in params[2:]:
+        p.grad = None
+
+
+def kept_on_one_rank(change):
+    """What ``no_sync`` has left on rank 0 alone, changed through ``.grad``. Parameters, and those of plain PyTorch."""
+    rank, found = rank_and_world()[0], []
+    for plain in (False, True):
+        model = TwoLayers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if plain:
+            (sum(model(inputs(0, one), one) for one in range(2)) / 2).backward()
+        else:
+            unwall.shard(model, Plan(compute_dtype=torch.float32))
+            optimizer = unwall.wrap(optimizer)
+            with unwall.no_sync(model):
+                model(inputs(0, rank), rank).backward()
+        if change is not None:
+            change(list(model.parameters()))
+        optimizer.step()
+        with nullcontext() if plain else unwall.full_params(model):
+            found.append([param.detach().clone() for param in model.parameters()])
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("change", [None, clip_norm, clip_value, change_in_place, log, forget_second])
+def test_gradients_that_no_sync_left_on_one_rank(ranks, change):
+    assert ranks(2).run(kept_on_one_rank, change) == [True, True]
+
+
+def cleared_where_no_sync_left_it(set_to_none):
+    model = unwall.shard(TwoLayers(), Plan(compute_dtype=torch.float32))
+    optimizer = unwall.AdamW(model.parameters(), lr=1.0, weight_decay=0.0)
+    before = [param.detach().clone() for param in model.parameters()]
+    rank, _ = rank_and_world()
+    with unwall.no_sync(model):
+        model(inputs(0, rank), rank).backward()
+    shown = [param.grad is not None for param in model.parameters()]
+    optimizer.zero_grad(set_to_none)
+    left = [param.grad is None for param in model.parameters()]
+    optimizer.step()
+    return shown, left, all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_what_no_sync_left_on_one_rank_is_forgotten(ranks, set_to_none):
+    assert ranks(2).run(cleared_where_no_sync_left_it, set_to_none) == [([True] * 4, [set_to_none] * 4, True)] * 2
+
+
+def fail(_):
+    raise ValueError("in backward")
+
+
+def a_backward_fails(model, optimizer):
+    """On rank 0, after one that went well. All is tried again."""
+    rank, _ = rank_and_world()
+    model(inputs(0, rank), rank).backward()
+    x = inputs(1, rank).requires_grad_()
+    if rank == 0:
+        x.register_hook(fail)
+    with pytest.raises((ValueError, unwall.PeerError)):
+        model(x, rank).backward()
+    optimizer.zero_grad()
+
+
+def set_to_ones(params):
+    for p in params:
+        p.grad = torch.ones_like(p)
+
+
+def set_to_none(params):
+    for p in params:
+        p.grad = None
+
+
+def two_backwards(first, between, users):
+    """Before a step, with a change of ``.grad`` ``between``. ``users``: how each rank uses the model in the second one."""
+    rank, found = rank_and_world()[0], []
+    for plain in (False, True):
+        model = TwoLayers()
+        if not plain:
+            unwall.shard(model, Plan(compute_dtype=torch.float32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = optimizer if plain else unwall.wrap(optimizer)
+        if first is not None and not plain:
+            first(model, optimizer)
+        for step, use in enumerate(((0, 1), users)):
+            if step and between is not None:
+                between(list(model.parameters()))
+            losses = (model(inputs(step, one).requires_grad_(), use[one]) for one in ((0, 1) if plain else (rank,)))
+            (sum(losses) / (2 if plain else 1)).backward()
+        optimizer.step()
+        with nullcontext() if plain else unwall.full_params(model):
+            found.append([param.detach().clone() for param in model.parameters()])
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("first", "between", "users"),
+    [(a_backward_fails, None, (0, 1)), (None, set_to_none, (0, 2)), (None, set_to_ones, (0, 2)), (None, set_to_ones, (0, 1))],
+)
+def test_what_was_in_grad_before_another_ranks_gradient(ranks, first, between, users):
+    assert ranks(2).run(two_backwards, first, between, users) == [True, True]

@@ -294,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         there: dict[int, list[set[int]]] = {}
         engines = self.engines()
         for engine in engines:
-            there[id(engine)] = [gradient.present | gradient.pending for gradient in engine.gradients]
+            there[id(engine)] = [found.present | found.pending | found.elsewhere for found in engine.gradients]
         for param in self._params() if any(map(any, there.values())) else ():
             engine = engines[0] if len(engines) == 1 and id(param) in engines[0].places else self._engine_of(param)
             for index, slot in engine.places[id(param)]:

@@ -122,10 +122,14 @@ class Auto:
     def begin_pass(self) -> None:
         """A forward with gradients begins."""
         engine = self._engine()
-        if self.left_alone or engine is None:
+        if engine is None:
             return
         self._passes += 1
         measured, met = self._census is not None, is_met(self._passes, MEASURED_PASSES)
+        if self.left_alone:
+            if engine.ranks.size > 1 and met:
+                _agreed(engine, None)  # a rank that has come to no checkpoint yet waits there
+            return
         fresh = self._close(engine)
         if engine.ranks.size > 1 and met:
             fresh = _agreed(engine, fresh or self._observed)

@@ -15,6 +15,7 @@ fetched again, and what is not needed stays until something else needs the room.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -40,10 +41,18 @@ _TENSOR = torch.Tensor
 _current_task, _current_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
 
 
+class ShownGrads(Protocol):
+    """What ``.grad`` of the parameters shows: see runtime/shown.py."""
+
+    def beginning(self) -> None: ...
+
+    def take(self, param: nn.Parameter) -> torch.Tensor | None: ...
+
+
 class Backward:
     """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
 
-    ``take`` takes what autograd brought out of a parameter's ``.grad``. ``arriving`` is told of each group before a gradient of
+    ``shown`` takes what autograd brought out of ``.grad``. ``arriving`` is told of each group before a gradient of
     it is kept, and may refuse it. ``hand_out`` is called where whoever uses reduced gradients may be told of them.
     """
 
@@ -51,7 +60,7 @@ class Backward:
         self,
         executor: Executor[Group, Gradient],
         places: Places,
-        take: Callable[[nn.Parameter], torch.Tensor | None],
+        shown: ShownGrads,
         host: Ledger,
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
@@ -62,7 +71,7 @@ class Backward:
         self._executor = executor
         self._gradients = executor.gradients
         self._places = places
-        self._take_grad = take
+        self._shown, self._take_grad = shown, shown.take
         self._host = host
         self._arriving = arriving
         self._hand_out = hand_out
@@ -320,6 +329,7 @@ class Backward:
                 self.failed("its backward ended with an exception")
             if not tasks:
                 self._turn.begin("backward", lambda: task.runs or tasks.run, backward=True)
+                self._shown.beginning()
                 self._check_sums()
             tasks[number] = task
         return number

@@ -79,7 +79,7 @@ class Engine:
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
         self.backward = Backward(
-            self.executor, self.places, self.shown.take, tiers.host.ledger, self._arriving, self._hand_out, self.turn
+            self.executor, self.places, self.shown, tiers.host.ledger, self._arriving, self._hand_out, self.turn
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.least_device_bytes = 0
@@ -370,8 +370,9 @@ class Engine:
         with suppress(DiskError):  # it is not wanted any more
             gradient.finish_reduce()
         gradient.present -= slots
+        gradient.elsewhere -= slots
         gradient.drop_pending(slots)
-        if not gradient.present and not gradient.pending:
+        if not gradient.present and not gradient.pending and not gradient.elsewhere:
             gradient.clear()
             if self.loss_scale != 1.0 and not any(other.present or other.pending for other in self.gradients):
                 self.loss_scale = 1.0

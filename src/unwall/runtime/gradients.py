@@ -122,6 +122,8 @@ class GradientAccess:
 
     def norm(self, places: Places, order: float) -> torch.Tensor:
         """The norm of one gradient, in its dtype, as torch computes it where this rank has all of it."""
+        if not self.has(places):  # zeros of zero_grad(set_to_none=False)
+            return torch.zeros((), dtype=self._dtype(places), device=self.engine.device.device)
         if not is_local(self.engine, places) or self.engine.loss_scale != 1.0 or self.engine.others.tensor:
             return self.norms(order)[places]
         value = next(self.parts(places), None) if len(places) == 1 else None

@@ -133,7 +133,7 @@ def _check_fields(old: Plan, new: Plan) -> None:
 
 def _check_gradients(engine: Engine) -> None:
     for gradient in engine.gradients:
-        if gradient.held or gradient.pending or gradient.present:
+        if gradient.held or gradient.pending or gradient.present or gradient.elsewhere:
             raise RuntimeError(
                 f"unwall.move while gradients are held (group {gradient.group.name}): a step may need them where they are. "
                 "Call optimizer.step() or zero_grad() first"

@@ -55,7 +55,7 @@ class Shown:
         self._running = False
         with torch._C.DisableTorchFunctionSubclass():
             for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
-                for slot in gradient.present | gradient.pending:
+                for slot in gradient.present | gradient.pending | gradient.elsewhere:
                     param = group.params[slot]
                     places = self._engine.places.get(id(param))
                     if places is not None and places not in self._marks:
@@ -93,18 +93,25 @@ class Shown:
         param.grad = None
         return grad
 
-    def bringing(self, param: nn.Parameter) -> None:
-        """A backward brings a gradient, the first one perhaps: what the user did to ``.grad`` before counts."""
+    def beginning(self) -> None:
+        """A backward begins, perhaps after one that failed. What the user did to ``.grad`` counts now: other ranks may bring
+        gradients before this one does, and those are not to be forgotten."""
+        self._running = False
+        self.bringing(None)
+
+    def bringing(self, param: nn.Parameter | None) -> None:
+        """A backward brings a gradient, the first one perhaps: what the user did to ``.grad`` before counts. ``param``: what it
+        has brought into ``.grad`` already."""
         if not self._running:
             self._running = True
             self._engine.looked_at()
             if self._marks:
-                self.adopt(but=param)
+                self.adopt(but=param, begun=True)
 
     # -- what the user does -------------------------------------------------------------------------------------------
 
-    def adopt(self, but: nn.Parameter | None = None) -> None:
-        """Takes what the user has made of ``.grad``. ``but``: a backward has begun and has brought this one."""
+    def adopt(self, but: nn.Parameter | None = None, begun: bool = False) -> None:
+        """Takes what the user has made of ``.grad``. ``begun``: a backward has, and has brought the gradient of ``but``."""
         cleared, given = [], []
         with torch._C.DisableTorchFunctionSubclass():
             for places, param in self._params.items():
@@ -116,7 +123,7 @@ class Shown:
                     given.append(places)
         if not cleared and not given:
             return
-        if but is None:
+        if not begun:
             self._engine.looked_at()
             if self._engine.ranks.size > 1:
                 self._compare(cleared, given)
@@ -152,6 +159,7 @@ class Shown:
                 places = self._engine.places.get(id(param))
                 if places is None:
                     continue
+                self._marks.pop(places, None)  # also where a failed pass has forgotten the gradient
                 if set_to_none:
                     self._had.discard(places)
                     self._zeros.discard(places)

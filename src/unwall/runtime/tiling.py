@@ -108,7 +108,7 @@ class Tiling:
         """A tile's gradient is known. ``write`` adds it to its rows in the flat gradient, and is told if those are empty."""
         engine, width = self._engine, param.shape[-1]
         with interrupts.deferred:
-            engine.shown.bringing(_NOBODY)
+            engine.shown.bringing(None)
             engine.backward.take_tile(param, tile.place, use, lambda target, fresh: write(target.view(-1, width), fresh))
 
     def failed(self, error: BaseException) -> None:
@@ -132,7 +132,3 @@ class Tiling:
     def _name(self, param: nn.Parameter) -> str:
         place = self._engine.places[id(param)][0]
         return self._engine.groups[place.group].layout.slots[place.slot].name
-
-
-with torch.inference_mode(False):  # as in kept_input.py
-    _NOBODY = nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"), requires_grad=False)

@@ -31,6 +31,7 @@ Where several models share the same ranks there are no scripts: their collective
 A rank alone needs none of it.
 """
 
+import zlib
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,13 +40,13 @@ from operator import or_
 
 import torch
 
-from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, PENDING, STEP, WHOLE, Row
+from unwall.schedule.announcement import DEVIATED, END_BACKWARD, END_FORWARD, KEPT_SHIFT, PENDING, STEP, WHOLE, Row
 from unwall.schedule.announcement import fingerprint as fingerprint_of_words
 from unwall.schedule.backend import Acts
 from unwall.schedule.script import GATHER, NEAR, REDUCE, SUM, Book, Follow, Op, Reduced, Script, Segment, Turn, fingerprint
 from unwall.schedule.standing import Promise, Said, Standing
 from unwall.shards.collectives import Ranks
-from unwall.shards.control import PeerError, unpack_bits
+from unwall.shards.control import PeerError, pack_bits, unpack_bits
 from unwall.shards.feign import Feigned
 
 MOST_SINCE_STEP = 128
@@ -128,10 +129,15 @@ class Agreement:
         """``pending``: this rank keeps gradients that were not reduced."""
         if self._ranks.size == 1:
             return
-        rows = self._meet(END_BACKWARD, (sync,), steady, PENDING if pending else 0)
+        kept = self._pending_words() if pending else ()
+        rows = self._meet(
+            END_BACKWARD, (sync,), steady, PENDING | zlib.crc32(repr(kept).encode()) << KEPT_SHIFT if pending else 0
+        )
         self._standing.backwards += 1
         self._since_step = min(self._since_step + 1, MOST_SINCE_STEP)
         self._settled = not any(row.flags & PENDING for row in rows)
+        if len({row.flags >> KEPT_SHIFT for row in rows}) > 1:
+            self._tell_pending(kept or self._pending_words())
 
     def end_step(self, steady: bool, meet: bool = False) -> None:
         """Before the update: everything was reduced, on all ranks. ``meet``: and all of them say that they are ready for it."""
@@ -280,6 +286,23 @@ class Agreement:
         elif turn.wanted and not wanted:
             segment.deviated = True
         self._perform(turn.op, unpack_bits(turn.present), wanted)
+
+    def _pending_words(self) -> tuple[int, ...]:
+        """Which parameters have a gradient here that was not reduced, as bits, group after group."""
+        count = 62 * self._control.bit_words
+        return tuple(word for at in range(len(self._names)) for word in pack_bits(sorted(self._acts.pending_in(at)), count))
+
+    def _tell_pending(self, mine: Sequence[int]) -> None:
+        """What is kept on one rank only shows on all of them: whoever goes through ``.grad`` does the same on every rank."""
+        try:
+            with self._control.watch.lock:
+                rows = self._control.exchange("present", mine, "the gradients there are")
+        except BaseException as error:
+            self._fail_here(error)
+            raise
+        anywhere, width = [reduce(or_, words) for words in zip(*rows, strict=True)], self._control.bit_words
+        for at in range(len(self._names)):
+            self._acts.know_pending(at, unpack_bits(anywhere[at * width : (at + 1) * width]))
 
     def _know(self, group: int, present: set[int]) -> None:
         known = self._segment.known.setdefault(group, set(self._acts.present_in(group)))

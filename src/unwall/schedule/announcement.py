@@ -18,6 +18,8 @@ _WHAT = {
 DEVIATED, PENDING, TOLD, SPOILT = 1, 2, 4, 8
 """Flags: it contributed something else than its script says; it keeps gradients that were not reduced; it failed because it
 was told of another rank's fault; the gradients since the last step are not to be used."""
+KEPT_SHIFT = 8
+"""Above the flags, at the end of a backward: the fingerprint of which gradients it keeps, 0 where it keeps none."""
 
 
 class Row(NamedTuple):

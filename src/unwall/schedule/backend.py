@@ -92,6 +92,10 @@ class GradientBackend(Protocol):
     def present(self, slots: set[int]) -> None: ...
 
     @property
+    def elsewhere(self) -> set[int]:
+        """Parameters with a gradient that only other ranks have, and that was not reduced yet."""
+
+    @property
     def held(self) -> bool:
         """Whether there is a sum."""
 
@@ -131,6 +135,12 @@ class Acts(Protocol):
         """A group's parameters that have a gradient on some rank."""
 
     def correct_present(self, index: int, wrong: set[int], missing: set[int]) -> None: ...
+
+    def pending_in(self, index: int) -> set[int]:
+        """A group's parameters with a gradient on this rank that was not reduced yet."""
+
+    def know_pending(self, index: int, anywhere: set[int]) -> None:
+        """The same of all ranks together."""
 
     def abandon(self, spoilt: bool) -> None:
         """A pass failed on some rank. ``spoilt``: the gradients since the last step are not to be used."""

@@ -321,11 +321,20 @@ class Executor(Room[AnyGroup, AnyGradient]):
         """A group's parameters that have a gradient on some rank."""
         return self.gradients[index].present
 
+    def pending_in(self, index: int) -> set[int]:
+        """A group's parameters with a gradient on this rank that was not reduced yet."""
+        return self.gradients[index].pending
+
+    def know_pending(self, index: int, anywhere: set[int]) -> None:
+        """The same of all ranks together."""
+        gradient = self.gradients[index]
+        gradient.elsewhere.update(anywhere - gradient.pending - gradient.present)
+
     def correct_present(self, index: int, wrong: set[int], missing: set[int]) -> None:
         """It turned out which parameters do have a gradient on some rank."""
         gradient = self.gradients[index]
         if gradient.held or index in self._reducing:  # otherwise it was forgotten meanwhile
             gradient.present |= missing
         gradient.present -= wrong
-        if not gradient.present and not gradient.pending:
+        if not gradient.present and not gradient.pending and not gradient.elsewhere:
             gradient.clear()

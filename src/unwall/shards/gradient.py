@@ -82,6 +82,8 @@ class Gradient:
         """Whether someone has changed it by hand since the last step."""
         self.present: set[int] = set()
         """Parameters that have a gradient on some rank, reduced, since the last step."""
+        self.elsewhere: set[int] = set()
+        """Parameters with a gradient that only other ranks have, and that was not reduced yet."""
         self._forgotten: set[int] = set()
         """Parameters whose gradients are still in the place, but not wanted any more."""
         self.used: set[int] = set()
@@ -213,6 +215,7 @@ class Gradient:
         piece = self.held and self.present.isdisjoint(present)
         self._before = self.present.copy() if piece else None
         self.present |= present
+        self.elsewhere -= present
         self.passes += not piece
         self.serial += 1
         self.reductions += 1
@@ -396,6 +399,7 @@ class Gradient:
         if self.phase is not Phase.IDLE:
             self._end().discard()
         self.present.clear()
+        self.elsewhere.clear()
         self._forgotten.clear()
         self.used.clear()
         self.passes = 0

@@ -15,6 +15,8 @@ class SimulatedGradient:
         self.pending: set[int] = set()
         """Parts of it that are here. In the engine: parameters."""
         self.present: set[int] = set()
+        self.elsewhere: set[int] = set()
+        """None: the ranks are alike."""
         self.passes = 0
         """Passes that were reduced since the last step; pieces of one count once."""
         self.leaves = group.home.tier == "host"
