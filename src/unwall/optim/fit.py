@@ -17,30 +17,39 @@ from unwall.shards.working import chunk_bytes
 
 
 def make_room(engine: Engine, groups: Iterable[Group], rule: UpdateRule, own: OwnStates, name: str) -> None:
-    """Room for a rule's states of some groups. PlanError where a budget does not hold them, with the numbers.
+    """Room for a rule's states of some groups, which :func:`check_room` judges.
 
-    ``shard`` has judged by AdamW's states. Where a plan has one pass, larger ones get the room that it set aside on the device
-    for sums, too ([Note: one pass] in shards/placement.py). The chunks that go through host memory while states on disk are
-    updated are as large as AdamW's: they grow where the rule keeps more.
+    The chunks that go through host memory while states on disk are updated are as large as AdamW's: they grow where the rule
+    keeps more.
     """
-    indices = {group.index for group in groups}
-    specs = [rule.specs(group) if group.index in indices else None for group in engine.groups]
-    plan, tiers = engine.plan, engine.tiers
-    sizes = [sizes_now(engine, group, plan, kept, own.owner) for group, kept in zip(engine.groups, specs, strict=True)]
-    kept = sorted({spec.name for group in engine.groups if group.index in indices for spec in rule.specs(group)})
-    whose = f"{name} (its states: {', '.join(kept) or 'none'})"
-    homes = _fitting(engine, sizes, whose)
+    sizes, tiers = check_room(engine, groups, rule, own, name), engine.tiers
+    homes = [group.home for group in engine.groups]
     needed = max(chunk_bytes(size, home, tiers.chunk_elements) for size, home in zip(sizes, homes, strict=True))
     if any(home.on_disk for home in homes) and needed > tiers.chunks.slot_bytes:
         # On the thread that updates: nothing else uses the ring there at the same time.
         HostUpdate(lambda: tiers.chunks.resize(needed), engine.failures).wait()
 
 
+def check_room(engine: Engine, groups: Iterable[Group], rule: UpdateRule, own: OwnStates, name: str) -> list[Sizes]:
+    """What all groups take, with a rule's states of some. PlanError where a budget does not hold them, with the numbers.
+
+    ``shard`` has judged by AdamW's states, and by the parameters that were there and trained then. Where a plan has one pass,
+    more get the room that it set aside on the device for sums, too ([Note: one pass] in shards/placement.py).
+    """
+    indices = {group.index for group in groups}
+    specs = [rule.specs(group) if group.index in indices else None for group in engine.groups]
+    sizes = [sizes_now(engine, group, engine.plan, kept, own.owner) for group, kept in zip(engine.groups, specs, strict=True)]
+    kept = sorted({spec.name for group in engine.groups if group.index in indices for spec in rule.specs(group)})
+    whose = f"{name} (its states: {', '.join(kept) or 'none'})"
+    _fit(engine, sizes, whose)
+    return sizes
+
+
 def make_room_for_average(engine: Engine, groups: Iterable[Group]) -> None:
     """Room for an average of some groups, beside what training takes. PlanError where a budget does not hold it."""
     nbytes = {group.index: average_spec(group).bytes_per_element for group in groups}
     sizes = [sizes_now(engine, group, engine.plan, average_bytes=nbytes.get(group.index, 0)) for group in engine.groups]
-    _fitting(engine, sizes, "with unwall.ema")
+    _fit(engine, sizes, "with unwall.ema")
 
 
 def average_spec(group: Group) -> StateSpec:
@@ -48,8 +57,8 @@ def average_spec(group: Group) -> StateSpec:
     return StateSpec(AVERAGE, moment_dtype(group.layout.dtype))
 
 
-def _fitting(engine: Engine, sizes: Sequence[Sizes], whose: str) -> list[Home]:
-    """The homes of the groups, without room for sums if they do not fit otherwise."""
+def _fit(engine: Engine, sizes: Sequence[Sizes], whose: str) -> None:
+    """The groups stay as they are, or lose their room for sums if they do not fit otherwise."""
     plan = engine.plan
     room = Room(plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes)
 
@@ -64,8 +73,7 @@ def _fitting(engine: Engine, sizes: Sequence[Sizes], whose: str) -> list[Home]:
     if tight != homes:
         with suppress(PlanError):
             check(homes)
-            return homes
+            return
     check(tight)
     for group, home in zip(engine.groups, tight, strict=True):
         group.home = home
-    return tight
