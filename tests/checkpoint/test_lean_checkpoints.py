@@ -63,3 +63,23 @@ def test_lean_states_take_what_exact_ones_saved(tmp_path):
         elif name.endswith("exp_avg"):
             assert float((got[name] - value).norm()) <= float(value.norm()) / 8
     steps(other, loaded, 1, first=3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_frozen_parameters_on_disk_keep_their_whole_master(first, tmp_path):
+    """They are exact: beside the lean ones two widths of remainders are loaded."""
+    fields = {"params": "disk", "optimizer": "disk", "disk": tmp_path, "states": "lean"}
+
+    def sharded(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 48))
+        model[0 if first else 1].requires_grad_(False)
+        unwall.shard(model, unwall.Plan(**fields))
+        return model, unwall.AdamW(model.parameters(), lr=1e-3)
+
+    model, optimizer = sharded(0)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    unwall.save(tmp_path / "saved", model, optimizer)
+    other, loaded = sharded(1)
+    unwall.load(tmp_path / "saved", other, loaded)
+    assert differing(expected, other.state_dict()) == []

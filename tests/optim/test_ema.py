@@ -4,6 +4,8 @@ import tempfile
 
 import pytest
 import torch
+from offload import Setup, named_budget, over_budget, smallest, step
+from offload import build as blocks
 from ranks import rank_and_world
 from torch import nn
 
@@ -213,3 +215,28 @@ def test_an_interrupt_in_a_forward_inside_a_swap_leaves_the_parameters(tmp_path)
     handle.remove()
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_an_average_leaves_the_room_that_training_needs(tier, first):
+    """It is judged when it is made, before or after the optimizer, and not found too large in a step."""
+    setup, budget = Setup(passes=2, dtype=torch.float32), f"{tier}_bytes"
+    fields = {"params": tier, "optimizer": tier, "passes": 2, "compute_dtype": torch.float32}
+    least = smallest(blocks(), budget, **fields)
+
+    def begin(nbytes):
+        model = unwall.shard(blocks(), unwall.Plan(**fields, **{budget: nbytes}))
+        average = unwall.ema(model) if first else None
+        optimizer = unwall.AdamW(model.parameters())
+        return model, optimizer, average or unwall.ema(model)
+
+    with pytest.raises(unwall.PlanError, match=r"does not fit with unwall\.ema") as refusal:
+        begin(least)
+    name, needed = named_budget(refusal.value)
+    assert name == budget
+    model, optimizer, average = begin(needed)
+    for number in range(2):
+        step(model, optimizer, setup, number)
+        average.update()
+    assert over_budget(model) == []

@@ -1,6 +1,7 @@
 """Choosing a plan, and saying what would fit."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -142,6 +143,18 @@ def test_what_is_said_to_fit_does():
         choose(outline, small, seq=64)
     many = dataclasses.replace(small, nodes=4, network_bytes_per_s=1e10)
     assert choose(outline, many, seq=64).stage == 3
+
+
+def test_budgets_that_are_all_too_small_are_named_together():
+    outline, small = decoder(width=512, layers=8, vocab=4096), {"device_bytes": MIB, "host_bytes": 50 * MIB}
+    given = {"hardware": machine(disk_bytes=0), "seq": 64}
+    with pytest.raises(PlanError, match=r"device_bytes='[^']+' \(it is 1\.0 MiB\) with host_bytes='[^']+' \(it is") as refusal:
+        plan_for(outline, **given, **small)
+    named = dict(re.findall(r"(\w+_bytes)='([^']+)'", str(refusal.value)))
+    assert plan_for(outline, **given, **named)
+    for name in small:  # neither was named for nothing
+        with pytest.raises(PlanError):
+            plan_for(outline, **given, **named | {name: small[name]})
 
 
 def test_long_samples_that_leave_no_room():

@@ -4,6 +4,9 @@ import pytest
 import torch
 import transformers
 from models import TiedNet, token_loss, tokens
+from offload import Setup, named_budget, over_budget, smallest
+from offload import build as blocks
+from offload import step as take_step
 from ranks import rank_and_world
 from reference import assert_close, assert_equal, average_gradients, seeded, whole_state
 from torch import nn
@@ -296,3 +299,33 @@ def test_zero_grad_of_a_module_around_the_model():
     assert outer[1].weight.grad is None
     assert_equal(seeded(Chain).state_dict(), model.state_dict())
     assert unwall.stats(outer).tiers["device"].live_bytes > 0
+
+
+@pytest.mark.parametrize("what", ["thawed", "new"])
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_what_shard_has_not_judged_is_judged_with_the_optimizer(tier, what):
+    """Not found too large in a step: the refusal names a budget that does."""
+    budget = f"{tier}_bytes"
+    fields = {"params": tier, "optimizer": tier, "compute_dtype": torch.float32}
+
+    def begin(**given):
+        model = blocks()
+        if what == "thawed":
+            model[:2].requires_grad_(False)
+        unwall.shard(model, Plan(**fields, **given))
+        if what == "thawed":
+            model[:2].requires_grad_(True)
+        else:
+            model[-1] = nn.Linear(64, 8)
+        return model, unwall.AdamW(model.parameters())
+
+    frozen = blocks()
+    frozen[:2].requires_grad_(what == "new")
+    with pytest.raises(unwall.PlanError, match="does not fit AdamW") as refusal:
+        begin(**{budget: smallest(frozen, budget, **fields)})
+    name, needed = named_budget(refusal.value)
+    assert name == budget
+    model, optimizer = begin(**{budget: needed})
+    for number in range(2):
+        take_step(model, optimizer, Setup(dtype=torch.float32), number)
+    assert over_budget(model) == []

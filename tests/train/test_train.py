@@ -102,6 +102,20 @@ def test_a_run_without_checkpoints_says_that_it_begins_again(place, capsys):
     assert "holds no checkpoint of what was done before: begins again with step 1\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_run_goes_on_with_another_weight_decay(place, capsys, lora):
+    found = {}
+    for begin, then in ((0.0, 0.0), (0.0, 0.9), (0.9, 0.9)):
+        given = options(place, f"decay-{lora}-{begin}-{then}", "device", lora=lora)
+        train_here(**given | {"steps": 4, "weight_decay": begin})
+        train_here(**given | {"steps": 8, "weight_decay": then})
+        found[begin, then] = losses(given["out"])
+    assert "goes on with --weight-decay 0.9 (was 0.0)" in capsys.readouterr().out
+    assert found[0.0, 0.9][:5] == found[0.0, 0.0][:5]
+    assert found[0.0, 0.9][5:] != found[0.0, 0.0][5:]
+    assert found[0.0, 0.9] != found[0.9, 0.9]
+
+
 def test_a_run_goes_on_with_its_paths_written_otherwise(place, capsys, monkeypatch):
     given = {"model": place / "llama", "data": place / "data.jsonl", "eval_data": place / "data.jsonl"}
     train_here(**options(place, "elsewhere", steps=1) | given)

@@ -128,11 +128,9 @@ class Restorer:
             self._split(halves[0][start:], halves[1][start:], values)
             return
         if self._halves is None:
-            self._halves = (
-                _memory(CHUNK_ELEMENTS * 2).view(param.dtype),
-                _memory(CHUNK_ELEMENTS * 2).view(rest.dtype),
-            )
-        half, remainder = (part[: values.numel()] for part in self._halves)
+            self._halves = _memory(CHUNK_ELEMENTS * 2), _memory(CHUNK_ELEMENTS * 2)
+        dtypes = param.dtype, rest.dtype  # of lean groups, and of frozen ones beside them, which are exact
+        half, remainder = (part.view(dtype)[: values.numel()] for part, dtype in zip(self._halves, dtypes, strict=True))
         self._split(half, remainder, values)
         self._put(param, start, half)
         self._put(rest, start, remainder)

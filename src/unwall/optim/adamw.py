@@ -10,6 +10,7 @@ from unwall.native.pool import AdamWStep
 from unwall.optim.adamw_rule import AdamWRule
 from unwall.optim.alone import alone
 from unwall.optim.early import Ahead, EarlyUpdates, Speculate, covers
+from unwall.optim.fit import check_room
 from unwall.optim.group_update import host_work, settle, spans_in_memory, stores_of
 from unwall.optim.lean_rule import LeanRule, check_lean, wants_lean
 from unwall.optim.measure import Held
@@ -82,6 +83,8 @@ class AdamW(ShardedOptimizer):
                 leftovers.note(engine)
         for engine in self.engines():
             engine.free_discarded()
+        for engine in self.engines():  # parameters may have come, or thawed, since ``shard``
+            check_room(engine, self._trained_groups(engine), self.rule, self.own, type(self).__name__)
         self._make_states()
         for engine in self.engines():
             engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from unwall.native import interrupts
 from unwall.native.library import DiskError
+from unwall.optim.fit import average_spec, make_room_for_average
 from unwall.optim.own_states import own_states
 from unwall.runtime.engine import Engine
 from unwall.runtime.hooks import engine_of
@@ -29,7 +30,6 @@ from unwall.shards.dimensions import same_model
 from unwall.shards.group import Group
 from unwall.shards.local import is_distributed, local_part_of, whole_over_tensor_ranks
 from unwall.shards.master import PIECE_ELEMENTS, read_master, write_master
-from unwall.shards.states import StateSpec, moment_dtype
 
 
 class Ema:
@@ -58,6 +58,7 @@ class Ema:
         engine.edge()
         engine.checks[:] = [check for check in engine.checks if not (isinstance(check, _Restores) and check.is_over)]
         engine.checks.append(_Restores(self))
+        make_room_for_average(engine, self._groups())
         for group in self._groups():
             self._average(group)
             group.pending.staging.close()
@@ -203,8 +204,7 @@ class Ema:
 
     def _average(self, group: Group) -> torch.Tensor:
         """The average of the owned run. It begins as the parameters are."""
-        spec = StateSpec("ema", moment_dtype(group.layout.dtype))
-        (store,) = self._own.stores(group, [spec]).values()
+        (store,) = self._own.stores(group, [average_spec(group)]).values()
         average = store.tensor()
         if group.index not in self._begun:
             with torch.no_grad():

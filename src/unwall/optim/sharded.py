@@ -222,6 +222,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ticket.wait()
         return host_factor
 
+    def _trained_groups(self, engine: Engine) -> list[Group]:
+        places = [place for param in self._params() if param.requires_grad for place in self.places(param)]
+        return [group for owner, group, _ in places if owner is engine]
+
     def _make_states(self) -> None:
         """The states of every parameter that is trained, now, so that memory cannot be missing later."""
         for param in self._params():

@@ -82,11 +82,9 @@ class Wrapped(ShardedOptimizer):
 
     def _make_room(self) -> None:
         for engine in self.engines():
-            places = [place for param in self._params() if param.requires_grad for place in self.places(param)]
-            groups = [group for owner, group, _ in places if owner is engine]
             if engine.plan.lean:
                 raise ValueError("Plan(states='lean') is for unwall.AdamW: write Plan(states='exact') for unwall.wrap")
-            make_room(engine, groups, self.rule, self.own, type(self.inner).__name__)
+            make_room(engine, self._trained_groups(engine), self.rule, self.own, type(self.inner).__name__)
         self._make_states()
 
     # -- the step -----------------------------------------------------------------------------------------------------

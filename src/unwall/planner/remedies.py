@@ -50,15 +50,29 @@ def _budgets(place: Candidate, ranks: int, allowance: Allowance, lack: Lack) -> 
         "host_bytes": allowance.host_given,
         "disk_bytes": allowance.disk_given and allowance.directory is not None,
     }
-    for name in (name for name, given in theirs.items() if given):
+    names = [name for name, given in theirs.items() if given]
 
-        def fits(nbytes: int, name: str = name) -> bool:
-            changed: dict[str, Any] = {name: nbytes}
-            return lack(place, ranks, dataclasses.replace(allowance, **changed)) is None
+    def fits(**changed: int) -> bool:
+        given: dict[str, Any] = changed
+        return lack(place, ranks, dataclasses.replace(allowance, **given)) is None
 
-        if fits(_PLENTY):
-            now = getattr(allowance, name)
-            yield f"{name.replace('_budget', '')}={_short(_least(fits, now))!r} (it is {format_bytes(now)})"
+    def least(name: str, **others: int) -> int:
+        return _least(lambda nbytes: fits(**others | {name: nbytes}), getattr(allowance, name))
+
+    alone = [name for name in names if fits(**{name: _PLENTY})]
+    for name in alone:
+        yield _budget(name, least(name), allowance)
+    plenty = dict.fromkeys(names, _PLENTY)
+    if not alone and len(names) > 1 and fits(**plenty):  # several of them are too small
+        for name in names:
+            del plenty[name]
+            if not fits(**plenty):
+                plenty[name] = least(name, **plenty)
+        yield " with ".join(_budget(name, nbytes, allowance) for name, nbytes in plenty.items())
+
+
+def _budget(name: str, nbytes: int, allowance: Allowance) -> str:
+    return f"{name.replace('_budget', '')}={_short(nbytes)!r} (it is {format_bytes(getattr(allowance, name))})"
 
 
 def _least(fits: Callable[[int], bool], low: int) -> int:

@@ -41,8 +41,8 @@ def assemble(
     planned, sizes, homes = arrange(model, plan, ranks.size, room, cuts, 1 if others is None else others.replica_count)
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
-    for group, size in zip(groups, sizes, strict=True):
-        group.at_once_bytes = size.at_once_bytes
+    for group, size, (unit, _) in zip(groups, sizes, planned, strict=True):
+        group.at_once_bytes, group.several = size.at_once_bytes, unit.several
     engine = Engine(plan, groups, gradients, tiers, ranks, others)
     keep_within_card(engine, sizes, homes)
     install(engine, model)

@@ -18,14 +18,15 @@ from unwall.plans import Plan, PlanError
 from unwall.runtime.assemble import keep_within_card
 from unwall.runtime.engine import Engine
 from unwall.runtime.resources import HOST_SHARE, STATE_SHARE, disk_buffers, room_on
+from unwall.runtime.sizes_now import sizes_now
 from unwall.runtime.turns import alone
-from unwall.shards.build import Room, check_fit, group_sizes, smallest
+from unwall.shards.build import Room, check_fit, smallest
 from unwall.shards.gradient import Gradient
 from unwall.shards.group import Group, Residence
 from unwall.shards.home import Home, Sizes
 from unwall.shards.owned import tier_of
 from unwall.shards.placement import place
-from unwall.shards.states import GROUP, StateKey, adamw_specs, bytes_per_element, master_specs
+from unwall.shards.states import GROUP, StateKey
 from unwall.shards.store import Store
 from unwall.tiers.disk import DiskTier
 from unwall.tiers.sizes import ALIGNMENT
@@ -54,7 +55,7 @@ def move_states(engine: Engine, plan: Plan) -> None:
         engine.finish()
         _check_gradients(engine)
         _check_held(engine)
-        sizes = [_sizes(engine, group, plan) for group in engine.groups]
+        sizes = [sizes_now(engine, group, plan) for group in engine.groups]
         room = _room(engine, plan)
     room = smallest(engine.ranks.every(room))
     homes = place(sizes, plan, room.device_bytes, room.host_bytes)
@@ -192,21 +193,6 @@ def _check_alike(engine: Engine, homes: list[Home]) -> None:
     for rank, theirs in enumerate(every):
         if theirs != every[0]:
             raise ValueError(f"unwall.move was given another plan on rank {rank} than on rank 0: give the same on every rank")
-
-
-def _sizes(engine: Engine, group: Group, plan: Plan) -> Sizes:
-    """What a group takes, with the states that it has or, where no optimizer has any yet, AdamW's."""
-    trainable = any(param.requires_grad for param in group.params)
-    per_element = sum(store.nbytes for store in group.states.values()) // group.own_numel
-    has_master = any(key.owner == GROUP for key in group.states)
-    master = bytes_per_element(master_specs(group.layout.dtype, group.lean)) if trainable or has_master else 0
-    if not has_master:
-        per_element += master
-    if trainable and not any(key.owner != GROUP for key in group.states):
-        per_element += bytes_per_element(adamw_specs(group.layout.dtype, group.lean))
-    ranks, replicas = engine.ranks.size, engine.others.replica_count
-    sizes = group_sizes(group.layout, per_element, trainable, plan, ranks, master_bytes=master, replicas=replicas)
-    return Sizes(**{**sizes.__dict__, "at_once_bytes": group.at_once_bytes})
 
 
 def _room(engine: Engine, plan: Plan) -> Room:

@@ -56,6 +56,9 @@ class Sizes:
     adds_up: bool = True
     """Its gradient may be added to in a plan's only pass, or the plan says that there are several. See [Note: one pass]."""
 
+    average_bytes: int = 0
+    """Averages of the parameters, which lie with the optimizer state and take no part in updates."""
+
     @property
     def landing_bytes(self) -> int:
         """What goes to where the update runs, of one pass."""
@@ -111,7 +114,8 @@ def device_bytes_of(sizes: Sizes, home: Home) -> int:
     kept = sizes.residual_bytes + replica_bytes_on("device", sizes, home)
     if home.tier == "device":
         held = sizes.flat_bytes if sizes.whole else sizes.shard_bytes
-        return held + sizes.state_bytes + sizes.grad_bytes + growth_bytes_of(sizes, home) + kept
+        growth = growth_bytes_of(sizes, home)
+        return held + sizes.state_bytes + sizes.average_bytes + sizes.grad_bytes + growth + kept
     return kept + (sizes.flat_bytes if home.resident else 0)
 
 
@@ -137,6 +141,7 @@ def disk_bytes_of(sizes: Sizes, home: Home) -> int:
 
 def _on(tier: TierName, sizes: Sizes, home: Home) -> int:
     held = sizes.shard_bytes if home.params == tier else 0
+    held += sizes.average_bytes if home.states == tier else 0
     return held + state_bytes_on(tier, sizes, home) + (sizes.grad_bytes if home.grads == tier else 0)
 
 

@@ -26,6 +26,10 @@ PARAM, GRAD = StateKey(GROUP, "param"), StateKey(GROUP, "grad")
 """Parameters and gradient, where an update names all that it reads and writes. They are no entries of ``Group.states``."""
 
 
+AVERAGE = "ema"
+"""The name of an average. It lies where optimizer states do, and updates do not touch it."""
+
+
 @dataclass(frozen=True)
 class StateSpec:
     """One state: as many elements as the group's owned run, all of them ``initial`` when it comes into being."""

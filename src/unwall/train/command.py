@@ -29,7 +29,7 @@ from unwall.train.folder import RunFolder, finished
 from unwall.train.live import LiveLine
 from unwall.train.log import Log, check_tensorboard
 from unwall.train.loop import Loop, Progress, raise_on_first
-from unwall.train.model import Trained, check_length, describe, empty_model, make_model, read_config
+from unwall.train.model import Trained, check_length, describe, empty_model, make_model, read_config, set_decay
 from unwall.train.options import Options
 from unwall.train.order import Order
 from unwall.train.planning import Decision, decide, sequences_per_rank
@@ -146,6 +146,7 @@ class _Run:
             saver = self._saver(trained)
             done = Progress.from_dict(saver.load()) if resumes else Progress()
             if resumes:
+                set_decay(trained.optimizer, self.options)
                 self.start.lap("checkpoint")
             steps, limit = self._steps(data, order, counting)
         finally:

@@ -203,16 +203,21 @@ def _is_method(value: ast.expr, names: tuple[str, ...]) -> bool:
 
 def _optimizer(model: nn.Module, options: Options) -> AdamW:
     trained = [param for param in model.parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for param in trained if param.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [param for param in trained if param.dim() <= 1], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [group for group in groups if group["params"]],
+    groups = [[param for param in trained if param.dim() > 1], [param for param in trained if param.dim() <= 1]]
+    optimizer = AdamW(
+        [{"params": group} for group in groups if group],
         lr=options.rate,
         max_grad_norm=options.clip or None,
         skip_nonfinite=bool(options.clip) or options.on_nonfinite == "skip",
     )
+    set_decay(optimizer, options)
+    return optimizer
+
+
+def set_decay(optimizer: AdamW, options: Options) -> None:
+    """Of matrices, not of norms and biases. A checkpoint brings its own."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = options.weight_decay if group["params"][0].dim() > 1 else 0.0
 
 
 def describe(model: nn.Module, config: Any) -> dict[str, Any]:
