@@ -213,8 +213,8 @@ class AdamW(ShardedOptimizer):
         if applied is None:
             raise RuntimeError(
                 f"update_in_backward=True of an optimizer before this one has used the gradient of group "
-                f"{engine.groups[index].name}: a step with it would count twice. Build optimizers before the forward; "
-                "model.zero_grad() goes on from here"
+                f"{engine.groups[index].name}: a step with it would count twice. Drop that optimizer, and build another "
+                "one before the forward. From here its step goes on or, where it is gone, model.zero_grad()"
             )
         if clipped or runs != applied:
             raise RuntimeError(
