@@ -83,8 +83,10 @@ class AdamW(ShardedOptimizer):
                 leftovers.note(engine)
         for engine in self.engines():
             engine.free_discarded()
-        for engine in self.engines():  # parameters may have come, or thawed, since ``shard``
-            check_room(engine, self._trained_groups(engine), self.rule, self.own, type(self).__name__)
+        for engine in self.engines():
+            groups = self._trained_groups(engine)
+            if not all(group.judged for group in groups):  # parameters that came, or thawed, since ``shard``
+                check_room(engine, groups, self.rule, self.own, type(self).__name__)
         self._make_states()
         for engine in self.engines():
             engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)

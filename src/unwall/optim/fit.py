@@ -1,6 +1,7 @@
 """Whether the states of an optimizer fit: judged when it is built, before anything is allocated."""
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from unwall.optim.own_states import OwnStates
@@ -38,23 +39,44 @@ def check_room(engine: Engine, groups: Iterable[Group], rule: UpdateRule, own: O
     """
     indices = {group.index for group in groups}
     specs = [rule.specs(group) if group.index in indices else None for group in engine.groups]
-    sizes = [sizes_now(engine, group, engine.plan, kept, own.owner) for group, kept in zip(engine.groups, specs, strict=True)]
     kept = sorted({spec.name for group in engine.groups if group.index in indices for spec in rule.specs(group)})
-    whose = f"{name} (its states: {', '.join(kept) or 'none'})"
-    _fit(engine, sizes, whose)
-    return sizes
+
+    def measure() -> list[Sizes]:
+        pairs = zip(engine.groups, specs, strict=True)
+        return [sizes_now(engine, group, engine.plan, theirs, own.owner) for group, theirs in pairs]
+
+    return _judged(engine, measure, f"{name} (its states: {', '.join(kept) or 'none'})")
 
 
 def make_room_for_average(engine: Engine, groups: Iterable[Group]) -> None:
     """Room for an average of some groups, beside what training takes. PlanError where a budget does not hold it."""
     nbytes = {group.index: average_spec(group).bytes_per_element for group in groups}
-    sizes = [sizes_now(engine, group, engine.plan, average_bytes=nbytes.get(group.index, 0)) for group in engine.groups]
-    _fit(engine, sizes, "with unwall.ema")
+
+    def measure() -> list[Sizes]:
+        return [sizes_now(engine, group, engine.plan, average_bytes=nbytes.get(group.index, 0)) for group in engine.groups]
+
+    _judged(engine, measure, "with unwall.ema")
 
 
 def average_spec(group: Group) -> StateSpec:
     """What an average keeps of a group."""
     return StateSpec(AVERAGE, moment_dtype(group.layout.dtype))
+
+
+def _judged(engine: Engine, measure: Callable[[], list[Sizes]], whose: str) -> list[Sizes]:
+    """What the groups take, as ``measure`` says. PlanError where that does not fit, also without what is only left over."""
+    engine.free_discarded()
+    sizes = measure()
+    try:
+        _fit(engine, sizes, whose)
+    except PlanError:
+        engine.finish()  # an update in flight may hold an optimizer that is gone otherwise, or a cycle may
+        gc.collect()
+        engine.free_discarded()
+        sizes = measure()
+        if not engine.discarded:  # otherwise a drive has failed: whoever uses those groups next is told, and their states go
+            _fit(engine, sizes, whose)
+    return sizes
 
 
 def _fit(engine: Engine, sizes: Sequence[Sizes], whose: str) -> None:

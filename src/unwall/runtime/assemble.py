@@ -42,7 +42,7 @@ def assemble(
     tiers = make_tiers(sizes, homes)
     groups, gradients = make_groups(planned, homes, plan, tiers, ranks, lambda entry: whole_value(entry.param))
     for group, size, (unit, _) in zip(groups, sizes, planned, strict=True):
-        group.at_once_bytes, group.several = size.at_once_bytes, unit.several
+        group.at_once_bytes, group.several, group.judged = size.at_once_bytes, unit.several, size.trainable
     engine = Engine(plan, groups, gradients, tiers, ranks, others)
     keep_within_card(engine, sizes, homes)
     install(engine, model)

@@ -72,6 +72,7 @@ class Group(Owned):
         self._copying: Ticket | None = None
         self._reading: Ticket | None = None
         self.at_once_bytes = 0  # the whole parameters of all groups that are read at once where a module of this one runs
+        self.judged = False  # the plan was found to hold it with the states of AdamW
         self.several = False  # its gradient may land once for each of several modules that share a parameter
         self._cut = cut
         self._gather_bits = gather_bits if travels_packed(layout.dtype) else None
