@@ -238,6 +238,18 @@ def zeros_count(model, optimizer, step, rank, world):
         assert float(model.body[0].weight.grad.norm()) == 0.0
 
 
+def cleared_is_no_zero(model, optimizer, step, rank, world):
+    """What the user has set to None stays None."""
+    losses(model, step, rank, world).backward()
+    if step:
+        model.scale.grad = None
+        (model if step == 1 else optimizer).zero_grad(set_to_none=False)
+        assert model.scale.grad is None
+        assert float(model.body[0].weight.grad.abs().sum()) == 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def given_by_autograd_grad(model, optimizer, step, rank, world):
     params = [p for p in model.parameters() if p is not model.unused]
     grads = torch.autograd.grad(losses(model, step, None, world), params)
@@ -255,7 +267,14 @@ def some_inputs_only(model, optimizer, step, rank, world):
     optimizer.zero_grad()
 
 
-LOOPS = [cleared_by_hand, clipped_before_another_backward, zeros_count, given_by_autograd_grad, some_inputs_only]
+LOOPS = [
+    cleared_by_hand,
+    clipped_before_another_backward,
+    zeros_count,
+    cleared_is_no_zero,
+    given_by_autograd_grad,
+    some_inputs_only,
+]
 
 
 @pytest.mark.parametrize("plan", PLACEMENTS)

@@ -94,9 +94,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters. Without ``set_to_none`` they are zeros, and a step counts them:
         weight decay and momentum act on parameters that get no gradient until then, as in torch."""
+        engines = self.engines()
+        for engine in engines if not set_to_none else ():
+            engine.shown.note_cleared()
         for engine, index, slots in self._held():
             engine.discard_gradients(index, slots)
-        engines = self.engines()
         for engine in engines:
             mine = self._params() if len(engines) == 1 else [p for p in self._params() if engine_of(p) is engine]
             engine.shown.clear(mine, set_to_none)

@@ -356,6 +356,7 @@ class Engine:
         """Forgets every gradient of the model. Without ``set_to_none`` they are zeros, and a step counts them."""
         for index in range(len(self.groups)):
             self.refuse_if_used(index)
+        self.shown.note_cleared()
         for gradient in self.gradients:
             gradient.clear()
         self.loss_scale = 1.0

@@ -150,6 +150,11 @@ class Shown:
                 self.access.hold(places)
                 self._zeros.discard(places)
 
+    def note_cleared(self) -> None:
+        """Before gradients are forgotten: what the user has set to None has none that could become zeros."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._had -= {places for places in self._marks if self._params[places].grad is None}
+
     def clear(self, params: Iterable[nn.Parameter], set_to_none: bool) -> None:
         """``zero_grad``, after the gradients were forgotten: ``.grad`` is None, or zeros where there was one."""
         with torch._C.DisableTorchFunctionSubclass():
