@@ -4,8 +4,11 @@ BIN := .venv/bin
 SOURCES := $(wildcard src/unwall/native/cpp/*)
 SANITIZER_TESTS ?= tests/native tests/tiers
 WORKERS ?= 2
+FUZZ ?= ranks resume elastic moves planned trained
+FIRST ?= 0
+COUNT ?= 25
 
-.PHONY: demo test drills clocks check docs native sanitize bench-native clean system
+.PHONY: demo test drills clocks fuzz check docs native sanitize bench-native clean system
 
 demo: .venv/ready
 	$(BIN)/unwall demo --out build/demo
@@ -20,6 +23,12 @@ drills: .venv/ready
 # Tests with a clock in their assertions, for a machine that does nothing else.
 clocks: .venv/ready
 	$(BIN)/python -m pytest -m clock
+
+# Random cases, none of them part of the tests: COUNT seeds of each kind in FUZZ (tests/fuzz), from FIRST on. A few minutes.
+fuzz: .venv/ready
+	@for kind in $(FUZZ); do \
+	  PYTHONPATH=tests:tests/support $(BIN)/python -m fuzz.$$kind --first $(FIRST) --count $(COUNT) || failed=1; \
+	done; test -z "$$failed"
 
 check: .venv/ready
 	$(BIN)/ruff check .
