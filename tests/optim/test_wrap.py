@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import functools
+import gc
 from dataclasses import replace
 
 import pytest
@@ -276,6 +277,22 @@ def test_states_that_do_not_fit_are_refused_with_the_number_that_does(name, tmp_
     for number in range(2):
         step(model, optimizer, setup, number)
     scalars_apart(model, optimizer)
+    assert over_budget(model) == []
+
+
+def test_what_only_a_cycle_keeps_does_not_count_against_the_next_optimizer():
+    setup, fields = Setup(blocks=4), {**DEVICE, "device_bytes": smallest(build(blocks=4), "device_bytes", **DEVICE)}
+    gc.collect()
+    gc.disable()  # nobody else is to find the cycle
+    try:
+        model, optimizer = start(torch.optim.Adam, setup, fields, None)
+        step(model, optimizer, setup, 0)
+        optimizer.itself = optimizer
+        del optimizer
+        optimizer = unwall.wrap(torch.optim.Adam(model.parameters(), lr=1e-2))
+        step(model, optimizer, setup, 1)
+    finally:
+        gc.enable()
     assert over_budget(model) == []
 
 

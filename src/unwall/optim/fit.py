@@ -88,10 +88,7 @@ def _fit(engine: Engine, sizes: Sequence[Sizes], whose: str) -> None:
         check_fit(sizes, homes, plan, engine.ranks.size, room, whose)
 
     homes = [group.home for group in engine.groups]
-    tight = [
-        ONE_PASS if group.home == DEVICE and not size.adds_up and all(slot.whole for slot in group.layout.slots) else group.home
-        for group, size in zip(engine.groups, sizes, strict=True)
-    ]
+    tight = [ONE_PASS if home == DEVICE and not size.adds_up else home for home, size in zip(homes, sizes, strict=True)]
     if tight != homes:
         with suppress(PlanError):
             check(homes)
