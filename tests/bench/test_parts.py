@@ -128,6 +128,11 @@ def test_the_bound_of_each_tier():
     assert host == pytest.approx({"compute": 1.0, "host update": params * 26 / 100e9, "link": params * 4 / 50e9})
     disk = bound_seconds(row("d", "disk"), rows, SPEEDS | DISK)
     assert disk["disk"] == pytest.approx((14 * params - (19 << 30)) / 2e9)
+    lean = bound_seconds(row("d:states=lean", "disk"), rows, SPEEDS | DISK)
+    assert lean["disk"] == pytest.approx((7 * params - (19 << 30)) / 2e9)
+    assert lean["host update"] == pytest.approx(params * 12 / 100e9)
+    transient = bound_seconds(row("d:host_bytes=9GiB,grads=transient", "disk"), rows, SPEEDS | DISK)
+    assert transient["disk"] == pytest.approx((12 * params - (19 << 30)) / 2e9)
     assert bound_seconds(row("d", "disk"), rows, SPEEDS) == {}
     alone = bound_seconds(row("h", "host"), [row("h", "host")], SPEEDS)
     assert alone.keys() == {"host update", "link"}
