@@ -22,7 +22,7 @@ import unwall
 from bench.engines.unwall import plan_fields
 from bench.shapes import SHAPES
 from bench.spec import parse_spec
-from bench.workload import ADAMW, batch_of, build
+from bench.workload import ADAMW, VARIANTS, batch_of, build
 from unwall.planner import hardware
 from unwall.planner.hardware import Hardware
 from unwall.planner.job import Workload, make_job
@@ -80,10 +80,9 @@ class Row:
 
 
 def outline(shape: str = SHAPE) -> Outline:
-    """The decoder as the planner sees it. Its head is recomputed, too: it counts as a block."""
+    """The decoder as the planner sees it. Its head is recomputed, too: it counts to the last block."""
     found = outline_of(build(SHAPES[shape], "meta"), shape)
-    blocks = found.description.blocks
-    head = dataclasses.replace(found.operators[-1], block=blocks)
+    head = dataclasses.replace(found.operators[-1], block=found.description.blocks - 1)
     return dataclasses.replace(found, operators=(*found.operators[:-1], head))
 
 
@@ -172,7 +171,10 @@ def h200_table() -> str:
         for row in result["rows"]:
             if row["status"] != "ok" or not row["engine"].startswith("unwall"):
                 continue
-            fields, optimizer = plan_fields(parse_spec(row["engine"]).options, Path("disk"))
+            options = parse_spec(row["engine"]).options
+            if options.keys() & set(VARIANTS):
+                continue  # another model than the planner is told of
+            fields, optimizer = plan_fields(options, Path("disk"))
             clipped = row["clip"] is not None and row["clip"] <= ACTIVE_CLIP
             load = Workload(batch=row["batch"], seq=row["seq"], clip=clipped, **optimizer)
             found, step_s = predicted(fields, load, machine, row["shape"]).step_s, row["step_s"]
