@@ -44,7 +44,8 @@ _FINALISERS = ("__del__", "gone")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_main = main_thread().ident or 0
+main_ident = main_thread().ident or 0
+"""Of the thread that signals come to."""
 
 
 class _State:
@@ -118,7 +119,7 @@ class Noted(NamedTuple):
 
 def install() -> None:
     """From now on signals are deferred. Whoever handles them now is asked when they are passed on."""
-    if get_ident() != _main:
+    if get_ident() != main_ident:
         return
     for number in DEFERRED:
         current = _signal.getsignal(number)  # signal's own looks for an enum's member each time
@@ -146,7 +147,7 @@ def _urge() -> None:
         time.sleep(_URGE_SECONDS)
         for number, noted in list(_state.noted.items()):
             if number != signal.SIGINT and time.monotonic() - noted.since >= GRACE_SECONDS:
-                signal.pthread_kill(_main, number)
+                signal.pthread_kill(main_ident, number)
         if not _state.noted:
             _state.urging = False
             if not _state.noted:  # noted just now, perhaps, by someone who saw that this thread is there
@@ -160,11 +161,11 @@ class _Deferred:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        if get_ident() == _main:
+        if get_ident() == main_ident:
             _state.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if get_ident() == _main:
+        if get_ident() == main_ident:
             if _state.depth > 1:
                 _state.depth -= 1
                 return
@@ -180,12 +181,12 @@ class _Finalizing:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        if get_ident() == _main:
+        if get_ident() == main_ident:
             _state.depth += 1
             _state.finals += 1
 
     def __exit__(self, *_: object) -> None:
-        if get_ident() == _main:
+        if get_ident() == main_ident:
             _state.finals = max(0, _state.finals - 1)
             _state.depth = max(0, _state.depth - 1)
             if not _state.depth and _state.noted:
@@ -211,7 +212,7 @@ def _remind() -> None:
     time.sleep(_REMIND_SECONDS)
     noted, _state.noted, _state.insisted = _state.noted, {}, False
     for number in noted:
-        signal.pthread_kill(_main, number)  # a real one: it wakes the main thread up where it waits
+        signal.pthread_kill(main_ident, number)  # a real one: it wakes the main thread up where it waits
 
 
 deferred = _Deferred()
@@ -234,7 +235,7 @@ class Gone(weakref.finalize):  # type: ignore[type-arg]  # generic only for type
 
 def commit() -> None:
     """What was begun is ended: from here on the outermost section is not left from a wait. A second Ctrl-C still is raised."""
-    if _state.depth and get_ident() == _main:
+    if _state.depth and get_ident() == main_ident:
         _state.committed = True
 
 
@@ -251,19 +252,19 @@ def defers(function: Callable[P, R]) -> Callable[P, R]:
 
 def check() -> None:
     """For waits that take long, where the caller can be left: passes on what was noted."""
-    if _state.noted and not _state.committed and not _state.finals and get_ident() == _main:
+    if _state.noted and not _state.committed and not _state.finals and get_ident() == main_ident:
         _pass_on(sys._getframe(1))
 
 
 def insists() -> bool:
     """For waits in finalisers: Ctrl-C came twice."""
-    return _state.insisted and get_ident() == _main
+    return _state.insisted and get_ident() == main_ident
 
 
 def _reset() -> None:
     """In a forked child, whose main thread is the one that forked."""
-    global _main, _state
-    _main, _state = get_ident(), _State()
+    global main_ident, _state
+    main_ident, _state = get_ident(), _State()
 
 
 os.register_at_fork(after_in_child=_reset)

@@ -1,15 +1,21 @@
 """What autograd calls when a parameter's gradient is there."""
 
 import weakref
+from threading import get_ident
 from typing import Protocol
 
 from torch import nn
 
 from unwall.native import interrupts
+from unwall.runtime.places import Place
 
 
 class Takes(Protocol):
     """Who takes gradients: ``Backward``."""
+
+    noting: dict[int, Place]
+
+    def note_arrival(self, param: nn.Parameter) -> bool: ...
 
     def arrived(self, param: nn.Parameter) -> None: ...
 
@@ -30,8 +36,11 @@ class Arrived:
         if backward is None:
             return
         try:
+            if get_ident() != interrupts.main_ident and id(param) in backward.noting and backward.note_arrival(param):
+                return  # no signal comes here
             with interrupts.deferred:
-                backward.arrived(param)
+                if id(param) not in backward.noting or not backward.note_arrival(param):
+                    backward.arrived(param)
         except BaseException as error:
             backward.failed(error)
             raise

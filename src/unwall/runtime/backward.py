@@ -12,6 +12,11 @@ Autograd numbers its nodes as forward makes them, and runs, of those that may ru
 has come to a node from before a call, all of the call's own have run. This is looked at where the next call's backward begins.
 Where autograd has several queues (a model on a device and the host) it may be too early or too late: what is still read is
 fetched again, and what is not needed stays until something else needs the room.
+
+[Note: only noted]
+Of a small group whose gradients are copied at once (``Accumulator.waits``) the first and the last gradient that a backward
+brings are taken with care. Between those two nothing changes that care is for, so of the others a note is made. Where something
+did change, the check of it fails, and they are taken with care, too.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +34,7 @@ from unwall.runtime.places import Place, Places
 from unwall.runtime.tile_gradients import TileGradients, Write
 from unwall.runtime.turns import Turn
 from unwall.schedule.executor import Executor
-from unwall.shards.gradient import Gradient
+from unwall.shards.gradient import Gradient, Phase
 from unwall.shards.group import Group, Residence, close_all
 from unwall.shards.landing import AGAIN_ADVICE
 from unwall.shards.local import local_gradient
@@ -39,10 +44,15 @@ _SUM = "the sum of several backwards, in fp32,"
 _SUM_ADVICE = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
 _TENSOR = torch.Tensor
 _current_task, _current_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
+_is_grad_enabled, _NotAsked = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
 
 
 class ShownGrads(Protocol):
     """What ``.grad`` of the parameters shows: see runtime/shown.py."""
+
+    @property
+    def any_shown(self) -> object:
+        """Is true where any of them shows something."""
 
     def beginning(self) -> None: ...
 
@@ -92,6 +102,10 @@ class Backward:
         """Gradients that have come, ever."""
         self.with_graph: set[tuple[Place, ...]] = set()
         """Of the backward that runs, parameters whose gradients came with a graph of their own: see runtime/held_grad.py."""
+        self.noting: dict[int, Place] = {}
+        """Parameters (by id) of whose gradients only a note is to be made. See [Note: only noted]."""
+        self._to_note: dict[int, dict[int, Place]] = {}
+        """By group: its parameters of which that may be so."""
         self._on_gradient = Arrived(self)
 
     # -- what forward announces ---------------------------------------------------------------------------------------
@@ -101,6 +115,7 @@ class Backward:
         added = len(self._executor.groups) - len(self.awaiting)
         self.awaiting += [set() for _ in range(added)]
         self._open_calls += [0] * added
+        self._to_note.clear()
 
     def take_gradients_of(self, param: nn.Parameter) -> None:
         """From now on this parameter's gradient comes here (torch allows the hook on trainable parameters only)."""
@@ -246,7 +261,7 @@ class Backward:
         for index, _ in places:
             if self._gradients[index].used:
                 self._arriving(index)
-        executor, with_graph = self._executor, torch.is_grad_enabled()
+        executor, with_graph = self._executor, _is_grad_enabled()
         if with_graph:
             self.with_graph.add(places)
             torch._C._set_grad_enabled(False)  # no context: this runs for each parameter
@@ -267,11 +282,51 @@ class Backward:
                         if self.sync:
                             executor.reduce(index)
                         self._unpin_if_done(index)
+                    elif gradient.own.waits and executor.alone and id(param) not in self.noting:
+                        self.noting.update(self._to_note.get(index) or self._notable(index))
         finally:
             if with_graph:
                 torch._C._set_grad_enabled(True)
         if executor.reduced:
             self._hand_out()
+
+    def note_arrival(self, param: nn.Parameter) -> bool:
+        """Makes a note of a gradient. False where it is to be taken with care. See [Note: only noted]. One function, for the
+        sake of few Python calls."""
+        index, slot = self.noting[id(param)]
+        gradient, awaited = self._gradients[index], self.awaiting[index]
+        own = gradient.own
+        if (
+            len(awaited) < 2
+            or slot not in awaited
+            or slot in own.arrived
+            or own.flat is None
+            or gradient.phase is not Phase.IDLE
+            or gradient.passes
+            or gradient.used
+            or self._shown.any_shown
+            or gradient.group.params[slot] is not param
+            or _current_task() not in self._tasks
+            or _is_grad_enabled()
+        ):
+            return False
+        with _NotAsked():  # parameters may be of a class that asks
+            grad = param.grad
+            if type(grad) is not _TENSOR or grad.is_sparse or grad.shape != gradient.group.layout.slots[slot].shape:
+                return False
+            param.grad = None
+        own.waiting.append((slot, grad))
+        own.arrived.add(slot)
+        awaited.remove(slot)
+        self.arrivals += 1
+        return True
+
+    def _notable(self, index: int) -> dict[int, Place]:
+        group = self._executor.groups[index]
+        pairs = enumerate(zip(group.params, group.layout.slots, strict=True))
+        found = {id(param): Place(index, at) for at, (param, slot) in pairs if slot.whole and slot.numel}
+        self._to_note[index] = found
+        return found
 
     def _make_room(self, index: int, gradient: Gradient) -> None:
         executor = self._executor
@@ -383,4 +438,5 @@ class Backward:
                 self._executor.reduce(index)
             elif gradient.arrived:
                 self._keep_local(index)
+        self.noting.clear()
         self._executor.end_pieces()

@@ -367,7 +367,7 @@ class Engine:
         """Forgets the gradients of some of a group's parameters."""
         gradient = self.gradients[index]
         params = self.groups[index].params
-        self.shown.hide(self.places.get(id(params[slot])) for slot in slots)
+        self.shown.hide([self.places.get(id(params[slot])) for slot in slots])
         with suppress(DiskError):  # it is not wanted any more
             gradient.finish_reduce()
         gradient.present -= slots

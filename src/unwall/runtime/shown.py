@@ -39,6 +39,7 @@ class Shown:
         self._known: tuple[tuple[int, int], dict[Places, nn.Parameter]] = ((0, 0), {})
         self._marks: dict[Places, object] = {}
         """Parameters that show a gradient. Each time one is shown it gets another mark."""
+        self.any_shown = self._marks
         self._made: dict[Places, HeldGrad] = {}
         """Kept for the next time: making one takes longer than showing it."""
         self._had: set[Places] = set()
@@ -53,13 +54,14 @@ class Shown:
     def show(self) -> None:
         """Backward has ended: every parameter that has a gradient on some rank shows it."""
         self._running = False
-        with torch._C.DisableTorchFunctionSubclass():
-            for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
-                for slot in gradient.present | gradient.pending | gradient.elsewhere:
-                    param = group.params[slot]
-                    places = self._engine.places.get(id(param))
-                    if places is not None and places not in self._marks:
-                        self._show(places, param)
+        marks, known, found = self._marks, self._engine.places, list[tuple[Places, nn.Parameter]]()
+        for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
+            params = group.params
+            for slot in gradient.present | gradient.pending | gradient.elsewhere:
+                places = known.get(id(params[slot]))
+                if places is not None and places not in marks:
+                    found.append((places, params[slot]))
+        self._show(found)
         for places in self._engine.backward.with_graph:
             if places in self._marks:
                 self._made[places].graph = True
@@ -112,14 +114,14 @@ class Shown:
 
     def adopt(self, but: nn.Parameter | None = None, begun: bool = False) -> None:
         """Takes what the user has made of ``.grad``. ``begun``: a backward has, and has brought the gradient of ``but``."""
-        cleared, given = [], []
+        cleared, given, made = [], [], self._made
         with torch._C.DisableTorchFunctionSubclass():
             for places, param in self._params.items():
                 grad = param.grad
                 if grad is None:
                     if places in self._marks and param is not but:
                         cleared.append(places)
-                elif param is not but and not self._is_own(grad, places):
+                elif grad is not made.get(places) and param is not but and not self._is_own(grad, places):
                     given.append(places)
         if not cleared and not given:
             return
@@ -134,7 +136,7 @@ class Shown:
             value = grad.whole() if isinstance(grad, HeldGrad) else grad
             self._forget([places])
             self.access.put(places, value)
-            self._show(places)
+            self._show([(places, self._params[places])])
 
     def _is_own(self, grad: torch.Tensor, places: Places) -> bool:
         """Whether it is what the parameter there shows, and not that of another one, or of another model."""
@@ -170,7 +172,7 @@ class Shown:
                     self._zeros.discard(places)
                 elif places in self._had:
                     self._zeros.add(places)
-                    self._show(places)
+                    self._show([(places, param)])
 
     def hide(self, every: Iterable[Places | None]) -> None:
         """Gradients were used, or forgotten."""
@@ -202,16 +204,18 @@ class Shown:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _show(self, places: Places, param: nn.Parameter | None = None) -> None:
-        mark = self._marks[places] = object()
-        self._had.add(places)
-        made = self._made.get(places)
-        param = self._params[places] if param is None else param
-        # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
-        if made is None or sys.getrefcount(made) > 3:
-            made = self._made[places] = HeldGrad.make(self.access, places, self._marks)
-        made.mark, made.graph = mark, False
-        param.grad = made
+    def _show(self, every: list[tuple[Places, nn.Parameter]]) -> None:
+        marks, kept = self._marks, self._made
+        with torch._C.DisableTorchFunctionSubclass():
+            for places, param in every:
+                mark = marks[places] = object()
+                self._had.add(places)
+                made = kept.get(places)
+                # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
+                if made is None or sys.getrefcount(made) > 3:
+                    made = kept[places] = HeldGrad.make(self.access, places, marks)
+                made.mark, made.graph = mark, False
+                param.grad = made
 
     def _forget(self, every: list[Places]) -> None:
         by_group: dict[int, set[int]] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from unwall.shards.group import Group
+from unwall.shards.layout import Layout
 from unwall.tiers.block import MemoryBlock
 from unwall.tiers.tiers import Tiers
 
@@ -32,12 +33,13 @@ class Accumulator:
         self._typed: torch.Tensor | None = None
         """The flat buffer in the dtype of the gradients."""
         self._strides: dict[int, tuple[torch.Size | None, tuple[int, ...], int]] = {}
-        """By slot: the shape of the parameter (None where it lies in several slots), its strides, and where it begins."""
-        self._waits = False
+        """By slot: the shape of the parameter (None: it is empty, or not all there is), its strides, its beginning."""
+        self.waits = False
         """Whether all gradients are copied at once."""
-        self._targets: list[torch.Tensor] = []
-        self._grads: list[torch.Tensor] = []
-        """What has arrived, but was not copied to its target yet."""
+        self.waiting: list[tuple[int, torch.Tensor]] = []
+        """What has arrived, by slot, of those that fill it as they are, but was not copied to its place yet."""
+        self._outlines: tuple[list[int], list[torch.Tensor]] | None = None
+        """What lies in the flat buffer, end to end: the slot (-1: a gap), and something of its shape."""
         self._local: MemoryBlock | None = None
         self._local_slots: set[int] = set()
         """Parameters that have a part in the local sum."""
@@ -67,8 +69,8 @@ class Accumulator:
             raise RuntimeError(f"the gradients of group {self._group.name} are being filled already: end that first")
         self.flat = self._tiers.device.allocate(self.flat_bytes, self._label) if flat is None else flat
         self._typed = self.flat.view(self.dtype)
-        self._waits = self._group.home.tier == "device" and self.flat_bytes <= COPIED_AT_ONCE_BYTES
-        if self._waits:
+        self.waits = self._group.home.tier == "device" and self.flat_bytes <= COPIED_AT_ONCE_BYTES
+        if self.waits:
             self._typed.zero_()  # one launch, where each gap would take one
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
@@ -77,33 +79,37 @@ class Accumulator:
         known = self._strides.get(slot)
         if known is None:
             place = self._group.layout.slots[slot]
-            known = self._strides[slot] = place.shape if place.whole else None, _strides(place.shape), place.offset
+            shape = place.shape if place.whole and place.numel else None
+            known = self._strides[slot] = shape, _strides(place.shape), place.offset
         shape, strides, offset = known
+        fresh = slot not in self.arrived
+        if fresh and self.waits and grad.shape == shape:
+            self.waiting.append((slot, grad))
+            self.arrived.add(slot)
+            return
         if grad.shape == shape:
             target = flat.as_strided(shape, strides, flat.storage_offset() + offset)
         else:
             place = self._group.layout.slots[slot]
             grad = grad if place.whole else place.range_of(grad.reshape(-1))
             target = flat[place.offset : place.end].view(grad.shape)
-        if slot in self.arrived:
+        if fresh:
+            target.copy_(grad)
+            self.arrived.add(slot)
+        else:
             self._copy_waiting()
             target.add_(grad)
-        elif self._waits:
-            self._targets.append(target)
-            self._grads.append(grad)
-        else:
-            target.copy_(grad)
-        self.arrived.add(slot)
 
     def _copy_waiting(self) -> None:
-        if self._targets:
-            with torch.no_grad():  # whoever ends a backward with create_graph=True may have it on, and gradients have a graph
-                torch._foreach_copy_(self._targets, self._grads)
-            self._forget_waiting()
-
-    def _forget_waiting(self) -> None:
-        self._targets.clear()
-        self._grads.clear()
+        if not self.waiting:
+            return
+        if self._outlines is None:
+            self._outlines = _outlines(self._group.layout)
+        slots, shapes = self._outlines
+        with torch.no_grad():  # whoever ends a backward with create_graph=True may have it on, and gradients have a graph
+            places = dict(zip(slots, unflatten(self._filled(), shapes), strict=True))
+            torch._foreach_copy_([places[slot] for slot, _ in self.waiting], [grad for _, grad in self.waiting])
+        self.waiting.clear()
 
     def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
         """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
@@ -143,7 +149,7 @@ class Accumulator:
     def drop(self, slots: set[int]) -> None:
         """Forgets the gradients of some parameters."""
         self._copy_waiting()
-        for slot in self.arrived & slots if self._waits else ():
+        for slot in self.arrived & slots if self.waits else ():
             place = self._group.layout.slots[slot]
             self._filled()[place.offset : place.end].zero_()
         self.arrived -= slots
@@ -176,7 +182,7 @@ class Accumulator:
 
     def _clear_rest(self, flat: torch.Tensor) -> None:
         """Zeroes what no gradient was written to: missing parameters and padding."""
-        if self._waits:
+        if self.waits:
             return  # all of it was, at the beginning
         end = 0
         for index, slot in enumerate(self._group.layout.slots):
@@ -191,7 +197,7 @@ class Accumulator:
         assert self.flat is not None
         self._tiers.device.free(self.flat)
         self.flat = self._typed = None
-        self._forget_waiting()
+        self.waiting.clear()
         self.arrived.clear()
 
     def _free_local(self) -> None:
@@ -199,6 +205,24 @@ class Accumulator:
             self._tiers.device.free(self._local)
             self._local = None
         self._local_slots.clear()
+
+
+def _outlines(layout: Layout) -> tuple[list[int], list[torch.Tensor]]:
+    slots: list[int] = []
+    shapes: list[torch.Tensor] = []
+    end = 0
+    for index, slot in enumerate(layout.slots):
+        if end < slot.offset:
+            slots.append(-1)
+            shapes.append(torch.empty(slot.offset - end, device="meta"))
+        slots.append(index)
+        shapes.append(torch.empty(slot.shape if slot.whole else (slot.numel,), device="meta"))
+        end = slot.end
+    return slots, shapes
+
+
+unflatten = torch._C._nn.unflatten_dense_tensors
+"""Views of a flat tensor, end to end, in the shapes of others: all of them in one call."""
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -90,7 +90,8 @@ class Gradient:
         """Parameters of which an update is under way or has ended, before ``step``."""
         """Parameters that were updated with it before ``step``."""
         self._alone = ranks.size == 1
-        self._own = Accumulator(group, tiers, dtype)
+        self.own = Accumulator(group, tiers, dtype)
+        """This rank's own, before they are reduced."""
         self._reducer = Reducer(group, tiers.device, ranks, dtype, everywhere, mean)
         if bits is not None and ranks.size > 1 and travels_packed(dtype):
             codec = Codec(bits, lambda: group.pool)
@@ -120,12 +121,12 @@ class Gradient:
     @property
     def arrived(self) -> set[int]:
         """Parameters whose gradient of the running pass is in the flat buffer and not yet reduced."""
-        return self._own.arrived
+        return self.own.arrived
 
     @property
     def pending(self) -> set[int]:
         """Parameters with a gradient on this rank that was not reduced yet."""
-        return self._own.pending
+        return self.own.pending
 
     @property
     def reducer(self) -> Reducer:
@@ -135,24 +136,24 @@ class Gradient:
     @property
     def local_bytes(self) -> int:
         """Device memory that ``keep_local`` needs."""
-        return self._own.local_bytes
+        return self.own.local_bytes
 
     @property
     def flat_bytes(self) -> int:
         """Device memory that a pass over this group's backward takes: the flat buffer and, over ranks, what it becomes."""
         further = self._place.growth_bytes + (0 if self._alone else self._reducer.nbytes)
-        if self._own.flat is not None or self._place.flat is not None:
+        if self.own.flat is not None or self._place.flat is not None:
             return further
         sent = self._reduction is not None and self._reduction.has_flat  # it is back before the next pass takes one
-        return further if sent else further + self._own.flat_bytes
+        return further if sent else further + self.own.flat_bytes
 
     @property
     def reduce_bytes(self) -> int:
         """Device memory that a reduction takes at most, with nothing of it there yet."""
         if not any(param.requires_grad for param in self.group.params):
             return 0
-        grows = self.group.own_numel * 4 if not self.leaves and self._own.dtype.itemsize < 4 else 0
-        return self._own.flat_bytes + self._reducer.nbytes + grows
+        grows = self.group.own_numel * 4 if not self.leaves and self.own.dtype.itemsize < 4 else 0
+        return self.own.flat_bytes + self._reducer.nbytes + grows
 
     def sum_bytes(self, slots: set[int]) -> int:
         """Host memory that further gradients of ``slots`` take, to be added to what is held."""
@@ -164,7 +165,7 @@ class Gradient:
 
     def take(self, slot: int, grad: torch.Tensor) -> None:
         """Copies (or adds) one parameter's gradient into the flat buffer."""
-        own = self._own
+        own = self.own
         if slot in self.used:
             self._refuse_second(slot)
         if self.phase is not Phase.IDLE or own.flat is None:
@@ -174,16 +175,16 @@ class Gradient:
     def take_in(self, slot: int, write: Callable[[torch.Tensor, bool], None]) -> None:
         """The same for a slot whose gradient is written in its place. ``write`` gets that, and whether it holds nothing yet."""
         self._fill()
-        self._own.take_in(slot, write)
+        self.own.take_in(slot, write)
 
     def keep_local(self) -> None:
         """The end of a pass inside ``no_sync``: what arrived is added to this rank's own sum, in fp32."""
         self.finish_reduce()
-        self._own.keep_local()
+        self.own.keep_local()
 
     def drop_pending(self, slots: set[int]) -> None:
         """Forgets gradients of some parameters that were not reduced yet."""
-        self._own.drop(slots)
+        self.own.drop(slots)
 
     def _refuse_second(self, slot: int) -> NoReturn:
         name = self.group.layout.slots[slot].name
@@ -196,8 +197,8 @@ class Gradient:
     def _fill(self) -> None:
         """The flat buffer is there to be written to."""
         self.finish_reduce()  # it may still be on its way
-        if not self._own.filling:
-            self._own.begin(self._place.take_flat())
+        if not self.own.filling:
+            self.own.begin(self._place.take_flat())
 
     # -- over the ranks, and to its place -----------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class Gradient:
         self._clear_forgotten()
         if contribute:
             self._fill()
-        self._reduction = self._reducer.begin(self._own if contribute else None)
+        self._reduction = self._reducer.begin(self.own if contribute else None)
         piece = self.held and self.present.isdisjoint(present)
         self._before = self.present.copy() if piece else None
         self.present |= present
@@ -246,7 +247,7 @@ class Gradient:
         if self._before is None:
             return None
         assert self._reduction is not None
-        value = self._reduction.incoming.view(self._own.dtype)
+        value = self._reduction.incoming.view(self.own.dtype)
         fresh, several = [], self._reducer.ranks.size > 1
         for segment in self.group.owned_segments():
             if segment.slot not in self._before:
@@ -405,5 +406,5 @@ class Gradient:
         self.passes = 0
         self.changed = False
         self._place.clear()
-        self._own.clear()
+        self.own.clear()
         self._reducer.forgotten()
