@@ -14,13 +14,18 @@ Held = tuple[Engine, int, set[int]]
 """A group with gradients, and which of its parameters have one."""
 
 
-def measure(engines: Sequence[Engine], held: list[Held], order: float) -> torch.Tensor:
-    """``[sum of squares (or powers, or the maximum), not finite]`` over all ranks, the loss scale still in."""
+def measure(engines: Sequence[Engine], held: list[Held], order: float, count: bool = True) -> torch.Tensor:
+    """``[sum of squares (or powers, or the maximum), not finite]`` over all ranks, the loss scale still in. The second may be
+    missing where nobody asks for that ``count``."""
     found = []
     for engine in engines:
         device = engine.device.device
+        every = sorted({group.copies for group in engine.groups})
+        if order == 2.0 and every == [1] and engine.everyone.size == 1:  # as few launches as that takes
+            found.append(total_squares(_pieces(engine, held, measured=True), device, count))
+            continue
         part = torch.zeros(2, dtype=torch.float64, device=device)
-        for copies in sorted({group.copies for group in engine.groups}):
+        for copies in every:
             some = [one for one in held if one[0] is engine and engine.groups[one[1]].copies == copies]
             if order == 2.0:
                 part += total_squares(_pieces(engine, some, measured=True), device) / copies

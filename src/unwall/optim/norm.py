@@ -9,8 +9,9 @@ from unwall.shards.squares import SquareSum
 from unwall.tiers.workers import shared_pool
 
 
-def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """``[sum of squares, count of elements that are not finite]`` in float64 on ``device``.
+def total_squares(pieces: Iterable[torch.Tensor], device: torch.device, count: bool = True) -> torch.Tensor:
+    """``[sum of squares, count of elements that are not finite]`` in float64 on ``device``; where nobody asks for the ``count``
+    it may be missing.
 
     A piece without dimensions is a sum of squares already, measured earlier. On the host the bits depend on the elements and
     the order of the pieces alone.
@@ -19,7 +20,7 @@ def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch
     found = [entry.result() if isinstance(entry, SquareSum) else entry for entry in measured]
     if any(isinstance(entry, torch.Tensor) and entry.is_cuda for entry in found):
         sums = (torch.tensor(entry[0], dtype=torch.float64) if isinstance(entry, tuple) else entry for entry in found)
-        return _on_device(list(sums), device)
+        return _on_device(list(sums), device, count)
     total, nonfinite = 0.0, 0
     for entry in found:
         if isinstance(entry, torch.Tensor):
@@ -29,9 +30,11 @@ def total_squares(pieces: Iterable[torch.Tensor], device: torch.device) -> torch
     return torch.tensor([total, float(nonfinite)], dtype=torch.float64, device=device)
 
 
-def _on_device(sums: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _on_device(sums: list[torch.Tensor], device: torch.device, count: bool) -> torch.Tensor:
     """The same of sums of squares, with a few launches for all of them. Nothing is waited for. In one order, wherever they were
     measured."""
+    if len(sums) == 1 and not count:
+        return sums[0].to(device, torch.float64).reshape(1)
     every = torch.stack([value.to(device, torch.float64) for value in sums])
     return torch.stack([every.sum(), (~every.isfinite()).sum(dtype=torch.float64)])
 

@@ -21,12 +21,17 @@ def runs_of(segments: Iterable[Segment], keys: Mapping[int, Hashable], gap: int)
     ``gap``: neighbours may be this many elements apart (the padding between two parameters, which is zero and stays so).
     """
     found: list[Run] = []
+    first = last = -1  # of the run that may go on; a ``Run`` is made where it ends
+    of_run: Hashable = None
     for segment in segments:
         if segment.slot not in keys:
             continue
-        key, start, end = keys[segment.slot], segment.shard_start, segment.shard_start + segment.numel
-        if found and (found[-1].key is key or found[-1].key == key) and start - found[-1].end < gap:
-            found[-1] = Run(found[-1].start, end, key)
-        else:
-            found.append(Run(start, end, key))
+        key, start = keys[segment.slot], segment.shard_start
+        if first < 0 or not (key is of_run or key == of_run) or start - last >= gap:
+            if first >= 0:
+                found.append(Run(first, last, of_run))
+            first, of_run = start, key
+        last = start + segment.numel
+    if first >= 0:
+        found.append(Run(first, last, of_run))
     return found

@@ -124,8 +124,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inverse, factor = self._inverse(), self._clip
         measures = factor is None and self.max_grad_norm is not None
         if measures or inverse != 1.0 or self.skip_nonfinite:
-            total = measure(self.engines(), held, 2.0)
-            if (inverse != 1.0 or self.skip_nonfinite) and self._overflowed(total, inverse):
+            counts = inverse != 1.0 or self.skip_nonfinite
+            total = measure(self.engines(), held, 2.0, counts)
+            if counts and self._overflowed(total, inverse):
                 self._skip()
                 return loss
             if measures:
@@ -202,9 +203,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> Factor:
         """Updates groups. What can fail does so before any of them is updated."""
-        host_factor = Factor(inverse, factor)
+        on_host = False
         for engine, index, _ in held:
-            settle(engine.groups[index])
+            settle(group := engine.groups[index])
+            on_host |= group.home.tier == "host"
+        host_factor = Factor(inverse, factor, elsewhere=on_host)
         runs = self._plan_step(held)
         stores = [stores_of(engine.groups[index], self.rule, self.own) for engine, index, _ in held]
         interrupts.commit()
@@ -246,8 +249,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _count_params(self, held: list[Held]) -> None:
         """One more step of every parameter that is updated, in however many slots it lies."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters of a class that asks are hashed
-            found = (engine.groups[index].params[slot] for engine, index, slots in held for slot in slots)
-            for param in {id(param): param for param in found}.values():
+            found: dict[int, nn.Parameter] = {}
+            for engine, index, slots in held:
+                params = engine.groups[index].params
+                for slot in slots:
+                    found[id(params[slot])] = params[slot]
+            for param in found.values():
                 numbers = self.state[param]
                 numbers["step"] = numbers.get("step", 0) + 1
 
@@ -270,14 +277,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def engines(self) -> list[Engine]:
         """The sharded models whose parameters this optimizer updates."""
-        key = (
-            owners.version,
-            [(len(mine := group["params"]), *map(id, mine[:1]), *map(id, mine[-1:])) for group in self.param_groups],
-        )
+        key = [owners.version]
+        for group in self.param_groups:
+            mine = group["params"]
+            key += (len(mine), id(mine[0]), id(mine[-1])) if mine else (0,)
         if self._known_engines[0] != key:
-            found = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
-            self._known_engines = key, [weakref.ref(engine) for engine in found.values()]
-        return [engine for engine in (known() for known in self._known_engines[1]) if engine is not None]
+            made = {id(engine): engine for engine in (engine_of(param) for param in self._params()) if engine is not None}
+            self._known_engines = key, [weakref.ref(engine) for engine in made.values()]
+        found = []
+        for known in self._known_engines[1]:  # a step asks often: as few Python calls as that takes
+            if (engine := known()) is not None:
+                found.append(engine)
+        return found
 
     @staticmethod
     def _engine_of(param: nn.Parameter) -> Engine:
@@ -339,7 +350,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     run[segment.shard_start : segment.shard_start + segment.numel].mul_(factor.to(run.device))
 
     def _norm(self, total: torch.Tensor, order: float) -> torch.Tensor:
-        self.grad_norm = (norm_of(total, order) * self._inverse()).float()
+        norm, inverse = norm_of(total, order), self._inverse()
+        self.grad_norm = (norm if inverse == 1.0 else norm * inverse).float()
         return self.grad_norm
 
     def _skip(self) -> None:

@@ -58,14 +58,16 @@ class _Begun:
 
 
 class Factor:
-    """What gradients are multiplied with. Read on the updating thread: it may still be on its way from the device."""
+    """What gradients are multiplied with. Read on the updating thread: it may still be on its way from the device.
 
-    def __init__(self, inverse: float, clip: torch.Tensor | None) -> None:
+    ``elsewhere``: something is updated on that thread."""
+
+    def __init__(self, inverse: float, clip: torch.Tensor | None, elsewhere: bool = True) -> None:
         self._inverse = inverse
         self._clip = clip
         self._lock = threading.Lock()
         self._ready: torch.cuda.Event | None = None
-        if clip is not None and clip.is_cuda:  # the thread that reads it knows another stream
+        if elsewhere and clip is not None and clip.is_cuda:  # the thread that reads it knows another stream
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(clip.device))
         self.known: float | None = inverse if clip is None else None

@@ -169,17 +169,20 @@ class Short(Hook):
         if (look := saved.look) is not None and (top := look(True)) is not None and top[0] is not saved.pushed:
             saved.cover()
         casts = enter.casts
-        if casts is not None:
+        if casts is not None and (
+            kwargs or len(args) != 1 or type(args[0]) is not _TENSOR or args[0].dtype is casts.outside  # not as most are called
+        ):
             args, kwargs = casts.inputs(args, kwargs)
         output = module.forward(*args, **kwargs)
         if forward.quiet is not quiet or covered.frame is not covering:  # the pass has ended meanwhile
             return self._leave(module, args, kwargs, output)
-        return output if casts is None else casts.outputs(output)
+        return output if casts is None or not casts.of_outputs else casts.outputs(output)
 
 
 _before_all, _after_all = modules._global_forward_pre_hooks, modules._global_forward_hooks
 _before_backward_all, _backward_all = modules._global_backward_pre_hooks, modules._global_backward_hooks
 """Hooks for the calls of all modules there are."""
+_TENSOR = torch.Tensor
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_traced = torch._C._get_tracing_state
 _call_of_torch = nn.Module._call_impl

@@ -17,20 +17,22 @@ class Casts:
     def __init__(
         self, outside: torch.dtype, inside: torch.dtype, *, back: bool, output_dtype: torch.dtype | None = None
     ) -> None:
-        self._outside = outside
+        self.outside = outside
         self._inside = inside
         self._back = back
         self._output_dtype = output_dtype
+        self.of_outputs = back or output_dtype is not None
+        """Whether there is anything to do for what comes out."""
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not kwargs and len(args) == 1 and type(args[0]) is _TENSOR and args[0].dtype is not self._outside:
+        if not kwargs and len(args) == 1 and type(args[0]) is _TENSOR and args[0].dtype is not self.outside:
             return args, kwargs  # as most modules are called
-        return cast_floats(args, self._outside, self._inside), cast_floats(kwargs, self._outside, self._inside)
+        return cast_floats(args, self.outside, self._inside), cast_floats(kwargs, self.outside, self._inside)
 
     def outputs(self, output: Any) -> Any:
         if self._output_dtype is not None:
             return cast_all_floats(output, self._output_dtype)
-        return cast_floats(output, self._inside, self._outside) if self._back else output
+        return cast_floats(output, self._inside, self.outside) if self._back else output
 
 
 _TENSOR = torch.Tensor

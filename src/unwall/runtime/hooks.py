@@ -4,6 +4,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, NoReturn, cast
 
 import torch
@@ -54,6 +55,7 @@ class Saving(Hook):
 
 
 _entry = dict.__getitem__
+_is_grad_enabled = torch.is_grad_enabled
 _SWAPS = "torch.nn.utils._named_member_accessor"
 """Where ``torch.func.functional_call`` puts other values into a module, for one call."""
 
@@ -67,6 +69,7 @@ class Watched(dict[str, Any]):
         self._engine = weakref.ref(engine)
         self._forward = engine.forward
         self._places = engine.places
+        self._hooked, self._awaiting = engine.backward.hooked, engine.backward.awaiting
         self._swapped: dict[str, torch.dtype] = {}
         """What ``functional_call`` has put here for one call, and what it is computed in."""
 
@@ -75,7 +78,13 @@ class Watched(dict[str, Any]):
         if param is not None:
             forward = self._forward
             if (forward.frames or forward.running) and (places := self._places.get(id(param))) is not None:
-                forward.touched(param, places)
+                if forward.quiet and forward.thread == get_ident() and id(param) in self._hooked:
+                    forward.lookups += 1  # what ``touched`` does in a quiet pass, without its call for each parameter
+                    if param.requires_grad and _is_grad_enabled():
+                        for index, slot in places:
+                            self._awaiting[index].add(slot)
+                else:
+                    forward.touched(param, places)
             elif self._swapped and name in self._swapped and sys._getframe(1).f_globals.get("__name__") != _SWAPS:
                 return param.to(self._swapped[name])
         return param
