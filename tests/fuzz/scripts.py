@@ -124,7 +124,10 @@ class Case:
 
     @property
     def rounds_by_places(self):
-        """Results depend on the plan in the last bit: norms are summed group by group, sums of three ranks in any order, and
-        what ``no_sync`` adds up on a rank is rounded once."""
+        """Results depend on the plan in the last bit: norms are summed group by group, sums of three ranks in any order, what
+        ``no_sync`` adds up on a rank is rounded once, and where room is short the gradient of a tile that is used several times
+        is reduced several times (docs/tiling.md)."""
         clips = any(deed.name.startswith("clip") for step in self.script for deed in step.before)
-        return self.clip is not None or clips or self.world > 2 or any(step.mode == "quiet" for step in self.script)
+        again = "twice" in self.shape.kinds or any(step.mode == "joint" for step in self.script)
+        early = self.tiles is not None and self.places.is_tight and again
+        return self.clip is not None or clips or self.world > 2 or early or any(step.mode == "quiet" for step in self.script)

@@ -114,6 +114,22 @@ def test_a_second_backward_that_the_host_has_no_room_for_is_refused_before_anyth
     assert all(torch.equal(once[name], twice[name]) for name in once)
 
 
+def test_a_sum_whose_room_a_second_optimizer_has_taken():
+    """The plan has the passes: what is missing is something else, and the error says so."""
+    fields = shard_near(torch.nn.Linear(64, 64), **HOST, passes=2, compute_dtype=torch.float32, device_bytes=1, host_bytes=1)
+    fields["host_bytes"] += 25_000  # moments take 33 kB, and the sum that the plan made room for 17 kB
+    model = unwall.shard(torch.nn.Linear(64, 64), Plan(**fields))
+    both = [unwall.AdamW([param]) for param in model.parameters()]
+    model(torch.randn(4, 64)).square().mean().backward()
+    for optimizer in both:
+        optimizer.step()
+    model(torch.randn(4, 64)).square().mean().backward()
+    with pytest.raises(unwall.BudgetError, match=r"\(passes=2\), but .* a second optimizer.* host_bytes larger"):
+        model(torch.randn(4, 64)).square().mean().backward()
+    for optimizer in both:
+        optimizer.step()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_smallest_budget_is_enough_to_look_at_a_model_of_one_group(dtype, tmp_path):
     """What the optimizer's look has in memory is gone when the model's comes to the same group."""

@@ -39,9 +39,14 @@ from unwall.shards.group import Group, Residence, close_all
 from unwall.shards.landing import AGAIN_ADVICE
 from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
+from unwall.tiers.sizes import format_bytes
 
 _SUM = "the sum of several backwards, in fp32,"
 _SUM_ADVICE = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
+_TAKEN_ADVICE = (
+    "The plan made room for it (passes={}), but something that it did not know of has taken that: the states of a second "
+    "optimizer, perhaps, or what blocks keep on the host for backward. A host_bytes larger by {} makes room for both."
+)
 _TENSOR = torch.Tensor
 _current_task, _current_node = torch._C._current_graph_task_id, torch._C._current_autograd_node
 _is_grad_enabled, _NotAsked = torch.is_grad_enabled, torch._C.DisableTorchFunctionSubclass
@@ -63,7 +68,8 @@ class Backward:
     """Pins what backward reads, takes the gradients as they arrive and has them reduced. See [Note: pins].
 
     ``shown`` takes what autograd brought out of ``.grad``. ``arriving`` is told of each group before a gradient of
-    it is kept, and may refuse it. ``hand_out`` is called where whoever uses reduced gradients may be told of them.
+    it is kept, and may refuse it. ``hand_out`` is called where whoever uses reduced gradients may be told of them. ``passes``:
+    so many backwards before a step have room.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Backward:
         arriving: Callable[[int], None],
         hand_out: Callable[[], None],
         turn: Turn,
+        passes: int,
     ) -> None:
         self.sync = True
         """Whether gradients are summed over the ranks when they are complete."""
@@ -86,6 +93,7 @@ class Backward:
         self._arriving = arriving
         self._hand_out = hand_out
         self._turn = turn
+        self._passes = passes
         self.awaiting: list[set[int]] = [set() for _ in executor.groups]
         """By group: the slots whose gradients may come."""
         self.tiles = TileGradients(executor, places, arriving, self.awaiting)
@@ -403,12 +411,14 @@ class Backward:
             return
         needed = sum(gradient.sum_bytes(slots) for gradient, slots in adding)
         for try_again in (True, False):
-            free = self._host.free_bytes
-            if free is None or needed <= free:
+            free = self._host.free_bytes or 0
+            if needed <= free:
                 return
             if not try_again or not self._host.reclaim():
                 break
-        raise BudgetError("host", needed, self._host.live_bytes, self._host.budget_bytes, _SUM, _SUM_ADVICE)
+        held = max(gradient.passes for gradient in self._gradients)
+        advice = _SUM_ADVICE if held >= self._passes else _TAKEN_ADVICE.format(self._passes, format_bytes(needed - free))
+        raise BudgetError("host", needed, self._host.live_bytes, self._host.budget_bytes, _SUM, advice)
 
     @interrupts.defers
     def _task_done(self, task: int) -> None:

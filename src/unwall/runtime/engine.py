@@ -79,7 +79,7 @@ class Engine:
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
         self.backward = Backward(
-            self.executor, self.places, self.shown, tiers.host.ledger, self._arriving, self._hand_out, self.turn
+            self.executor, self.places, self.shown, tiers.host.ledger, self._arriving, self._hand_out, self.turn, plan.passes
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.least_device_bytes = 0
