@@ -191,7 +191,8 @@ def run_all(options: argparse.Namespace) -> None:
     begun = time.perf_counter()
     result = json.loads(options.out.read_text()) if options.out.exists() else {"format": FORMAT, "parts": {}}
     result |= {"size": options.size, "machine": described, "torch": torch.__version__}
-    result["command"] = f"python -m bench.ablation --size {options.size} --steps {options.steps} --rounds {options.rounds}"
+    command = f"python -m bench.ablation --size {options.size} --steps {options.steps} --rounds {options.rounds}"
+    result["command"] = command + (f" --parts {' '.join(options.parts)}" if options.parts else "")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in parts:
         result["parts"][name] = run_part(options.size, name, options)

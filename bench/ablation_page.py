@@ -187,7 +187,8 @@ def section(result: Mapping[str, Any]) -> str:
     if where.get("load") is not None:
         said += f" Processes that wanted a core before the run (load average): {where['load']:.1f}."
     devices = where["devices"]
-    lines = [f"## {devices[0].split(',')[0] if devices else str(where['cores']) + ' cores'}", "", *_wrapped(said)]
+    name = devices[0].split(",")[0] if devices else f"{where['cores']} cores"
+    lines = [f"## {name}, {where['date']}", "", *_wrapped(said)]
     lines += ["", "```", result["command"], "```", ""]
     for part in result["parts"].values():
         lines += [f"### {part['title']}", "", *table(part["rows"]), ""]
