@@ -225,3 +225,26 @@ def test_the_memory_of_the_process_follows_the_budgets_and_not_the_model(how, tm
     grown_bytes, states = map(int, done.stdout.split())
     assert device_bytes + host_bytes + CONSTANT_BYTES < states / 3
     assert grown_bytes <= device_bytes + host_bytes + CONSTANT_BYTES
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_optimizer_that_keeps_less_is_judged_with_the_memory_that_is_taken(momentum, tmp_path):
+    """Host memory for chunks as large as AdamW's is taken when the model is sharded. A head that comes after, and an optimizer
+    with smaller chunks, are judged with it: where they are accepted training goes on."""
+    fields = {"compute_dtype": torch.bfloat16, "disk": str(tmp_path), **DISK}
+    host_bytes = shard_near(build(), **fields, device_bytes=1, host_bytes=1)["host_bytes"]
+    for _ in range(12):
+        model = unwall.shard(build(), Plan(**fields, host_bytes=host_bytes))
+        model[-1] = torch.nn.Linear(64, 512)
+        try:
+            optimizer = unwall.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum))
+            break
+        except PlanError as refusal:
+            _, host_bytes = named_budget(refusal)
+        except unwall.BudgetError:
+            host_bytes += 8192  # no room for the head alone
+    for _ in range(2):
+        model(torch.randn(4, 64)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert over_budget(model) == []

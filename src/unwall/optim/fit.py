@@ -83,9 +83,10 @@ def _fit(engine: Engine, sizes: Sequence[Sizes], whose: str) -> None:
     """The groups stay as they are, or lose their room for sums if they do not fit otherwise."""
     plan = engine.plan
     room = Room(plan.budget_device_bytes, plan.budget_host_bytes, plan.budget_disk_bytes)
+    chunks = engine.tiers.chunks
 
     def check(homes: list[Home]) -> None:
-        check_fit(sizes, homes, plan, engine.ranks.size, room, whose)
+        check_fit(sizes, homes, plan, engine.ranks.size, room, whose, chunks.slots * chunks.slot_bytes)
 
     homes = [group.home for group in engine.groups]
     tight = [ONE_PASS if home == DEVICE and not size.adds_up else home for home, size in zip(homes, sizes, strict=True)]

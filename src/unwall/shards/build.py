@@ -23,7 +23,7 @@ from unwall.shards.local import made_real, show
 from unwall.shards.master import clear_master, make_master, read_master, rounded, write_master
 from unwall.shards.states import adamw_specs, bytes_per_element, master_specs
 from unwall.shards.store import Staging
-from unwall.shards.working import TRANSIENT_GRADIENTS, host_working_bytes, working_bytes
+from unwall.shards.working import TRANSIENT_GRADIENTS, chunks_bytes, host_working_bytes, working_bytes
 from unwall.tiers.loans import Loans
 from unwall.tiers.sizes import format_bytes
 from unwall.tiers.tiers import Tiers
@@ -127,13 +127,23 @@ def smallest(rooms: Sequence[Room]) -> Room:
 
 
 def check_fit(
-    sizes: Sequence[Sizes], homes: Sequence[Home], plan: Plan, world_size: int, room: Room, optimizer: str = ""
+    sizes: Sequence[Sizes],
+    homes: Sequence[Home],
+    plan: Plan,
+    world_size: int,
+    room: Room,
+    optimizer: str = "",
+    chunks_there_bytes: int = 0,
 ) -> None:
-    """PlanError where a tier does not hold what the groups take. ``optimizer``: whose states are counted, if not AdamW's."""
+    """PlanError where a tier does not hold what the groups take. ``optimizer``: whose states are counted, if not AdamW's.
+    ``chunks_there_bytes``: of host memory for chunks that is taken already, perhaps for another one's."""
     pairs = list(zip(sizes, homes, strict=True))
+    on_host = host_working_bytes(sizes, homes)
+    if any(home.on_disk for home in homes):
+        on_host += max(0, chunks_there_bytes - chunks_bytes(sizes, homes))
     needs = {
         "device": (sum(device_bytes_of(*pair) for pair in pairs), working_bytes(sizes, homes), plan.budget_device_bytes),
-        "host": (sum(host_bytes_of(*pair) for pair in pairs), host_working_bytes(sizes, homes), room.host_bytes),
+        "host": (sum(host_bytes_of(*pair) for pair in pairs), on_host, room.host_bytes),
         "disk": (sum(disk_bytes_of(*pair) for pair in pairs), 0, room.disk_bytes),
     }
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
