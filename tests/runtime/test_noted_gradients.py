@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import unwall
-from unwall.runtime.backward import Backward
+from unwall.runtime.arrivals import Arrivals
 from unwall.shards import accumulate
 
 WIDTH, STEPS = 16, 3
@@ -152,14 +152,14 @@ def sharded(net, plan):
 
 def notes(monkeypatch):
     """How many gradients were only noted."""
-    made, count = Backward.note_arrival, []
+    made, count = Arrivals.note_arrival, []
 
     def counted(self, param):
         done = made(self, param)
         count.append(done)
         return done
 
-    monkeypatch.setattr(Backward, "note_arrival", counted)
+    monkeypatch.setattr(Arrivals, "note_arrival", counted)
     return count
 
 

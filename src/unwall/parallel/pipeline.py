@@ -102,7 +102,7 @@ class Stage(PipelineStage):
         with nullcontext() if sync else engine.without_sync(), _plain(engine, self.submod) if apart else nullcontext():
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             if backward_type == "weight":
-                engine.backward.take_left(self.submod.parameters())
+                engine.backward.arrivals.take_left(self.submod.parameters())
         return result
 
 

@@ -11,7 +11,7 @@ from unwall.runtime.places import Place
 
 
 class Takes(Protocol):
-    """Who takes gradients: ``Backward``."""
+    """Who takes gradients: ``Arrivals``."""
 
     noting: dict[int, Place]
 
@@ -28,19 +28,19 @@ class Arrived:
     comes_last = True
     """Hooks of the user's that come after ``shard`` find the gradient where autograd has put it."""
 
-    def __init__(self, backward: Takes) -> None:
-        self._backward = weakref.ref(backward)
+    def __init__(self, arrivals: Takes) -> None:
+        self._arrivals = weakref.ref(arrivals)
 
     def __call__(self, param: nn.Parameter) -> None:
-        backward = self._backward()
-        if backward is None:
+        arrivals = self._arrivals()
+        if arrivals is None:
             return
         try:
-            if get_ident() != interrupts.main_ident and id(param) in backward.noting and backward.note_arrival(param):
+            if get_ident() != interrupts.main_ident and id(param) in arrivals.noting and arrivals.note_arrival(param):
                 return  # no signal comes here
             with interrupts.deferred:
-                if id(param) not in backward.noting or not backward.note_arrival(param):
-                    backward.arrived(param)
+                if id(param) not in arrivals.noting or not arrivals.note_arrival(param):
+                    arrivals.arrived(param)
         except BaseException as error:
-            backward.failed(error)
+            arrivals.failed(error)
             raise

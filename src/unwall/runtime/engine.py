@@ -74,7 +74,7 @@ class Engine:
         )
         self.places = find_places(groups)
         """Where each parameter (by id) lies."""
-        self.turn = Turn(ranks.size, lambda: (self.executor.trace.position, self.forward.lookups, self.backward.arrivals))
+        self.turn = Turn(ranks.size, lambda: (self.executor.trace.position, self.forward.lookups, self.backward.arrivals.count))
         """Which thread uses the model."""
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
@@ -395,8 +395,8 @@ class Engine:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Gradients stay on this rank and add up there."""
-        before, self.backward.sync = self.backward.sync, self.ranks.size == 1
+        before, self.backward.arrivals.sync = self.backward.arrivals.sync, self.ranks.size == 1
         try:
             yield
         finally:
-            self.backward.sync = before
+            self.backward.arrivals.sync = before

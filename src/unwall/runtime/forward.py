@@ -279,7 +279,7 @@ class Forward:
         if error is not None and id(error) != self._handled:
             self._executor.agreement.fail(error)
         else:
-            self._executor.end_forward(torch.is_grad_enabled(), self._backward.sync)
+            self._executor.end_forward(torch.is_grad_enabled(), self._backward.arrivals.sync)
 
     def _begin_pass(self) -> None:
         interrupts.install()  # where someone has put another handler there since

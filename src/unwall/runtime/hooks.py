@@ -136,7 +136,7 @@ def tie(engine: Engine, model: nn.Module, state_dicts: StateDictHooks) -> None:
     new = [module for module in model.modules() if not _is_tied(engine, module)]
     _remember(engine, model)
     for param in _params(engine):
-        engine.backward.take_gradients_of(param)
+        engine.backward.arrivals.take_gradients_of(param)
     names = {module: name for name, module in model.named_modules()}
     for module, unit in _units(model):
         _follow_calls(engine, module, unit, casts_of(engine, module, _own(module, unit), names[module]))

@@ -62,10 +62,10 @@ class Shown:
                 if places is not None and places not in marks:
                     found.append((places, params[slot]))
         self._show(found)
-        for places in self._engine.backward.with_graph:
+        for places in self._engine.backward.arrivals.with_graph:
             if places in self._marks:
                 self._made[places].graph = True
-        self._engine.backward.with_graph.clear()
+        self._engine.backward.arrivals.with_graph.clear()
 
     def take(self, param: nn.Parameter) -> torch.Tensor | None:
         """What autograd has brought for a parameter, taken out of ``.grad``."""
