@@ -136,7 +136,7 @@ class Told:
 
     def __init__(self, engine):
         self.groups, self.callers = [], set()
-        engine.listen(self.landed, None)
+        engine.audience.listen(self.landed, None)
 
     def landed(self, engine, index):
         self.groups.append(index)

@@ -321,7 +321,7 @@ def test_optimizers_that_are_gone_leave_nothing_with_the_model():
         gc.collect()
     kept = unwall.AdamW(model.parameters())
     engine = unwall.api.engine(model)
-    assert (len(engine.listeners), len(engine.guards)) == (1, 0)
+    assert (len(engine.audience.listeners), len(engine.audience.guards)) == (1, 0)
     assert kept.param_groups
 
 

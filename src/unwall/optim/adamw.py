@@ -89,8 +89,8 @@ class AdamW(ShardedOptimizer):
                 check_room(engine, groups, self.rule, self.own, type(self).__name__)
         self._make_states()
         for engine in self.engines():
-            engine.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
-            engine.movers.append(weakref.WeakMethod(self._moving))
+            engine.audience.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
+            engine.audience.movers.append(weakref.WeakMethod(self._moving))
 
     @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -161,7 +161,7 @@ class AdamW(ShardedOptimizer):
         self._count_params([(engine, index, fresh)])
         self._early.applied[key] = self._runs(group, slots, numbers, ahead=0)
         gradient.use(fresh)
-        engine.updated_early(index, fresh)
+        engine.audience.updated_early(index, fresh)
 
     @torch.no_grad()
     def _update_on_device(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:

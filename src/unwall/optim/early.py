@@ -10,7 +10,7 @@ takes little memory, and the others at ``step``. Where the last steps say that i
 (optim/policy.py).
 
 [Note: who waits for whom]
-The thread that trains waits for updates here in two places only. Told of a gradient that has landed (``Engine._hand_out``,
+The thread that trains waits for updates here in two places only. Told of a gradient that has landed (``Audience.hand_out``,
 never while room is made), it may wait for the last update of that one group, which it is about to update again. Asked for
 memory that a ledger does not have (``Ledger.reserve`` asks ``reclaim``), it waits for what uses the shadows. The thread that
 updates needs memory, too, but must not wait for itself: it gets what nobody uses at that moment. No lock is held over any of

@@ -87,8 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "Plan(grads='transient') keeps no gradients until the step: build unwall.AdamW(..., "
                     "update_in_backward=True), or shard the model with Plan(grads='auto')"
                 )
-            if not any(looker() == self._clip_now for looker in engine.lookers):
-                engine.lookers.append(weakref.WeakMethod(self._clip_now))
+            if not any(looker() == self._clip_now for looker in engine.audience.lookers):
+                engine.audience.lookers.append(weakref.WeakMethod(self._clip_now))
 
     @alone
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -11,7 +11,7 @@ BETWEEN = "between backward() and step(), but update_in_backward=True has update
 
 def refuse_early_write(engine: Engine, params: Iterable[nn.Parameter], what: str) -> None:
     """RuntimeError where one of them was. ``what`` writes, in a few words."""
-    if all(guard() is None for guard in engine.guards):
+    if all(guard() is None for guard in engine.audience.guards):
         return  # the optimizer is gone: no step will follow
     for param in params:
         for index, slot in engine.places.get(id(param), ()):

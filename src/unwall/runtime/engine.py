@@ -2,7 +2,7 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from unwall.native.library import DiskError
 from unwall.plans import Plan
+from unwall.runtime.audience import Audience
 from unwall.runtime.backward import Backward
 from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.counts import Speculated
@@ -58,7 +59,8 @@ class Engine:
         """The ranks of other dimensions of the mesh."""
         self.replicas = None if self.others.replicas is None else Replicas(self.others.replicas, plan, gradients, tiers)
         self._count_copies(groups)
-        self._lend_to(gradients)
+        self.audience = Audience(self)
+        self.audience.lend_to(gradients)
         self._names = [group.name for group in groups]
         ranks.meter = LinkMeter("collective", tiers.links.timeline)
         self.lane = ComputeLane(tiers.links)
@@ -79,7 +81,14 @@ class Engine:
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
         self.backward = Backward(
-            self.executor, self.places, self.shown, tiers.host.ledger, self._arriving, self._hand_out, self.turn, plan.passes
+            self.executor,
+            self.places,
+            self.shown,
+            tiers.host.ledger,
+            self.audience.arriving,
+            self.audience.hand_out,
+            self.turn,
+            plan.passes,
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.least_device_bytes = 0
@@ -109,18 +118,6 @@ class Engine:
         self.speculation = Speculated()
         self.steps = 0
         """Optimizer steps since the statistics were reset."""
-        self.listeners: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told of each gradient that is reduced and on its way to its place, during backward."""
-        self.guards: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told of each gradient that arrives, or is changed by hand. They may refuse it."""
-        self.lookers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told before someone looks at gradients or changes them: they do what they had put off until the step."""
-        self.movers: list[weakref.WeakMethod[Callable[[Engine, int], None]]] = []
-        """Told before states move to other tiers: what was computed ahead of a step, and the memory for it, goes."""
-        self._updated: set[int] = set()
-        """Groups that were updated in this backward, ahead of the step."""
-        self._some_updated = False
-        """Some groups were updated ahead of the step, and the gradients of others may still be on their way."""
         self.skipped = 0
         """Steps that were skipped because of gradients that were not finite, since the statistics were reset."""
         self.root: weakref.ref[nn.Module] | None = None
@@ -163,80 +160,9 @@ class Engine:
         """Whether this rank gets what is whole."""
         return self.ranks.rank == 0 and self.others.is_first
 
-    # -- optimizers that come and go ----------------------------------------------------------------------------------
-
-    def listen(self, reduced: "Callable[[Engine, int], None]", guard: "Callable[[Engine, int], None] | None") -> None:
-        """Tells an optimizer of gradients for as long as it lives."""
-        for methods, method in ((self.listeners, reduced), (self.guards, guard)):
-            methods[:] = [known for known in methods if known() is not None]
-            if method is not None:
-                methods.append(weakref.WeakMethod(method))
-
     def together(self, what: str) -> None:
         """Something that all ranks must call at once: ``what`` it is. DivergedError, not a hang, when one of them does not."""
         self.executor.together(what)
-
-    def looked_at(self) -> None:
-        """Someone is about to look at gradients, or to change them."""
-        self._tell(self.lookers, 0)
-
-    def about_to_move(self) -> None:
-        """The states are about to move to other tiers."""
-        self._tell(self.movers, 0)
-
-    def refuse_if_used(self, index: int) -> None:
-        """A group's gradient is about to be changed. Raises where an update has used it already."""
-        if self.guards:
-            self._tell(self.guards, index)
-
-    def _arriving(self, index: int) -> None:
-        """A gradient of a group arrives. Refused here where all that there can be were used, before anything is changed for it;
-        of other groups each gradient sees to that itself: reentrant checkpoints bring them one after the other."""
-        if self.gradients[index].all_used:
-            self.refuse_if_used(index)
-
-    def _tell(self, methods: "list[weakref.WeakMethod[Callable[[Engine, int], None]]]", index: int) -> None:
-        for method in methods:
-            call = method()
-            if call is not None:
-                call(self, index)
-
-    def _hand_out(self) -> None:
-        """Tells the optimizers which gradients are reduced. Here, and nowhere else in a pass, they may wait for an update."""
-        if self.executor.reduced and self.replicas is None:
-            for index in self.executor.take_reduced():
-                self._tell(self.listeners, index)
-                if self.plan.transient:
-                    self.gradients[index].let_go()
-        if not self.backward.running:
-            self._close_updates()
-            if self.forward.long is None:
-                self.shown.show()
-
-    def updated_early(self, index: int, slots: Set[int]) -> None:
-        """An update writes parameters ahead of the step. Whoever reads them in this backward is told."""
-        group = self.groups[index]
-        group.faces.updated(slots, here=group.home.tier == "device")
-        self._updated.add(index)
-        self._some_updated = True
-
-    def _close_updates(self) -> None:
-        """No backward runs in which such parameters could be read."""
-        while self._updated:
-            self.groups[self._updated.pop()].faces.backward_ended()
-
-    def _lend_to(self, gradients: list[Gradient]) -> None:
-        for gradient in gradients:
-            if gradient.loans is not None:
-                gradient.loans.short = weakref.WeakMethod(self._use_now)
-
-    def _use_now(self) -> None:
-        """Host memory for gradients that are not kept is short: those that are there are used, if only some of their group's
-        have come. It may wait for updates, as ``_hand_out``, and updates wait for nobody who makes room."""
-        for index, gradient in enumerate(self.gradients):
-            if gradient.lends:
-                self._tell(self.listeners, index)
-                gradient.let_go()
 
     def free_discarded(self) -> None:
         """Frees what optimizers that are gone have left here. Called where waiting and locking is allowed."""
@@ -245,7 +171,7 @@ class Engine:
 
     def _beginning(self) -> None:
         """A pass begins."""
-        self._close_updates()  # of a backward that failed
+        self.audience.close_updates()  # of a backward that failed
         self.edge()
         self.free_discarded()
         if self.lent:
@@ -277,7 +203,7 @@ class Engine:
         self.gradients += gradients
         self._names += [group.name for group in groups]
         self._count_copies(groups)
-        self._lend_to(gradients)
+        self.audience.lend_to(gradients)
         self.places.update(find_places(groups))
         self.executor.grown()
         self.backward.grown()
@@ -293,15 +219,7 @@ class Engine:
         for check in self.checks:
             check()
         self._settle_writes()
-        self._update_rest()
-
-    def _update_rest(self) -> None:
-        """Whoever looks between backward and step sees all groups as they are after the step, if some were updated ahead of it:
-        the last gradients are waited for, and handed out."""
-        if self._some_updated and not self.backward.running:
-            self._some_updated = False
-            self.executor.finish_reduces(departed=False)
-            self._hand_out()
+        self.audience.update_rest()
 
     def _settle_writes(self) -> None:
         for settle in self.edges:
@@ -355,7 +273,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets every gradient of the model. Without ``set_to_none`` they are zeros, and a step counts them."""
         for index in range(len(self.groups)):
-            self.refuse_if_used(index)
+            self.audience.refuse_if_used(index)
         self.shown.note_cleared()
         for gradient in self.gradients:
             gradient.clear()

@@ -46,7 +46,7 @@ class GradientAccess:
             engine.flush()
         else:
             engine.settle()
-        engine.looked_at()
+        engine.audience.looked_at()
 
     def has(self, places: Places) -> bool:
         """Whether a parameter has a gradient."""
@@ -99,7 +99,7 @@ class GradientAccess:
 
     def _begin_change(self, places: Places) -> None:
         for index, _ in places:
-            self.engine.refuse_if_used(index)
+            self.engine.audience.refuse_if_used(index)
         self.hold(places)
 
     def hold(self, places: Places) -> None:

@@ -49,7 +49,7 @@ class Gradients(MutableMapping[str, torch.Tensor]):
     def __delitem__(self, name: str) -> None:
         """The parameter has no gradient any more, on any rank: all of them call it."""
         for index, slot in self._present(name):
-            self._engine.refuse_if_used(index)
+            self._engine.audience.refuse_if_used(index)
             self._engine.discard_gradients(index, {slot})
 
     def part(self, name: str) -> torch.Tensor:

@@ -71,7 +71,7 @@ def _change(engine: Engine, plan: Plan, sizes: list[Sizes], homes: list[Home]) -
     budgets = {name: ledger.budget_bytes for name, ledger in engine.tiers.ledgers.items()}
     error: BaseException | None = None
     try:
-        engine.about_to_move()
+        engine.audience.about_to_move()
         _lift_budgets(engine)
         if any(home.on_disk for home in homes):
             _open_disk(engine, plan, sizes, homes)

@@ -106,7 +106,7 @@ class Shown:
         has brought into ``.grad`` already."""
         if not self._running:
             self._running = True
-            self._engine.looked_at()
+            self._engine.audience.looked_at()
             if self._marks:
                 self.adopt(but=param, begun=True)
 
@@ -126,7 +126,7 @@ class Shown:
         if not cleared and not given:
             return
         if not begun:
-            self._engine.looked_at()
+            self._engine.audience.looked_at()
             if self._engine.ranks.size > 1:
                 self._compare(cleared, given)
         self._forget(cleared)
@@ -226,7 +226,7 @@ class Shown:
             for index, slot in places:
                 by_group.setdefault(index, set()).add(slot)
         for index, slots in by_group.items():
-            self._engine.refuse_if_used(index)
+            self._engine.audience.refuse_if_used(index)
             self._engine.discard_gradients(index, slots)
 
     def _compare(self, cleared: list[Places], given: list[Places]) -> None:
