@@ -92,16 +92,13 @@ class AdamW(ShardedOptimizer):
             engine.audience.listen(self._reduced, self._refuse_second_backward if update_in_backward else None)
             engine.audience.movers.append(weakref.WeakMethod(self._moving))
 
-    @alone
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of this optimizer's parameters."""
+    def _forgetting(self) -> None:
         if self._early.applied:
             raise RuntimeError(
                 "zero_grad() without step(), but update_in_backward=True has used these gradients already: call step() after "
                 "each backward, or build the optimizer without update_in_backward"
             )
         self._early.forget()
-        super().zero_grad(set_to_none)
 
     @property
     def ahead(self) -> Ahead:

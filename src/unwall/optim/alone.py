@@ -1,8 +1,8 @@
 """What the user calls of an optimizer, as a whole: no interrupt and no other thread comes between."""
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -46,7 +46,9 @@ def alone_after_closure(step: "Callable[[S, Callable[[], Any] | None], Any]") ->
     return whole
 
 
-def _turns(engines: "Iterable[Engine]", what: str) -> ExitStack:
+def _turns(engines: "Sequence[Engine]", what: str) -> AbstractContextManager[Any]:
+    if len(engines) == 1:
+        return engines[0].turn.held(what)
     taken = ExitStack()
     try:
         for engine in sorted(engines, key=id):  # two optimizers over the same models ask in the same order

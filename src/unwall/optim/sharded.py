@@ -94,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of this optimizer's parameters. Without ``set_to_none`` they are zeros, and a step counts them:
         weight decay and momentum act on parameters that get no gradient until then, as in torch."""
+        self._forgetting()
         engines = self.engines()
         for engine in engines if not set_to_none else ():
             engine.shown.note_cleared()
@@ -181,6 +182,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return ParamStates(self, param)
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    def _forgetting(self) -> None:
+        """Gradients are about to be forgotten, with what was computed of them ahead of the step. May refuse it."""
 
     def _plan_step(self, held: list[Held]) -> list[list[Run]]:
         """For each group what is updated with which numbers. Changes nothing that counts."""

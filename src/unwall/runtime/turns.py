@@ -25,8 +25,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -59,6 +58,21 @@ class _Here(threading.local):
 _here = _Here()
 _taken: "ContextVar[Token | None]" = ContextVar("unwall_turn", default=None)
 """The turn that this thread took last. torch hands the context of whoever calls backward to the threads that work for it."""
+
+
+class Held:
+    """A turn, while something is done."""
+
+    __slots__ = ("_turn", "_what")
+
+    def __init__(self, turn: "Turn", what: str) -> None:
+        self._turn, self._what = turn, what
+
+    def __enter__(self) -> None:
+        self._turn.begin(self._what)
+
+    def __exit__(self, *_: object) -> None:
+        self._turn.end()
 
 
 class Turn:
@@ -118,17 +132,9 @@ class Turn:
             self._thread = self._during = None
             self._changed.notify_all()
 
-    @contextmanager
-    def held(self, what: str) -> Iterator[None]:
-        taken = False
-        try:
-            with interrupts.deferred:
-                self.begin(what)
-                taken = True
-            yield
-        finally:
-            if taken:
-                self.end()
+    def held(self, what: str) -> "Held":
+        """For ``with``: a turn around what is inside."""
+        return Held(self, what)
 
     def is_mine(self, during: FrameType | None = None) -> bool:
         """Whether this thread has it, and until that frame ends, if one is named."""
