@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import unwall
 from unwall.runtime.arrivals import Arrivals
+from unwall.runtime.held_grad import HeldGrad
 from unwall.shards import accumulate
 
 WIDTH, STEPS = 16, 3
@@ -223,3 +224,17 @@ def test_a_parameter_put_in_anothers_place_is_taken_with_care():
             opt.zero_grad()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, twin.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("tiles", [None, 4])
+def test_what_grad_shows_is_made_once(tiles, monkeypatch):
+    made, make = [], HeldGrad.make
+    monkeypatch.setattr(HeldGrad, "make", staticmethod(lambda *given: made.append(given) or make(*given)))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    unwall.shard(model, unwall.Plan(params="device", optimizer="device", tiles=tiles))
+    optimizer = unwall.AdamW(model.parameters())
+    for _ in range(4):
+        model(torch.randn(4, 64)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(made) == 4

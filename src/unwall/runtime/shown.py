@@ -54,14 +54,14 @@ class Shown:
     def show(self) -> None:
         """Backward has ended: every parameter that has a gradient on some rank shows it."""
         self._running = False
-        marks, known, found = self._marks, self._engine.places, list[tuple[Places, nn.Parameter]]()
+        marks, known, found = self._marks, self._engine.places, dict[Places, nn.Parameter]()
         for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
             params = group.params
             for slot in gradient.present | gradient.pending | gradient.elsewhere:
                 places = known.get(id(params[slot]))
                 if places is not None and places not in marks:
-                    found.append((places, params[slot]))
-        self._show(found)
+                    found[places] = params[slot]
+        self._show(found.items())
         for places in self._engine.backward.arrivals.with_graph:
             if places in self._marks:
                 self._made[places].graph = True
@@ -204,7 +204,7 @@ class Shown:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _show(self, every: list[tuple[Places, nn.Parameter]]) -> None:
+    def _show(self, every: Iterable[tuple[Places, nn.Parameter]]) -> None:
         marks, kept = self._marks, self._made
         with torch._C.DisableTorchFunctionSubclass():
             for places, param in every:
