@@ -1,5 +1,7 @@
 """A caught Ctrl-C in the middle of a forward or a fetch: the next iteration runs as if nothing had happened."""
 
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +143,30 @@ def test_a_backward_after_one_that_failed(place, tmp_path):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Nervous(), nn.Tanh()), nn.Linear(WIDTH, WIDTH))
     assert run(model) == pytest.approx(run(plain))
+
+
+def test_a_turn_that_was_interrupted_as_it_was_taken_is_free():
+    """A signal that comes inside of that is raised at its end, when the turn is taken already."""
+    model = unwall.shard(nn.Linear(4, 4), Plan(params="device", optimizer="device", compute_dtype=torch.float32))
+    model(torch.ones(1, 4))
+    turn = unwall.api.engine(model).turn
+    real = turn._changed
+
+    class Interrupting:
+        """The lock that the turn is taken under. The signal comes before it is given back."""
+
+        def __enter__(self):
+            return real.__enter__()
+
+        def __exit__(self, *error):
+            signal.raise_signal(signal.SIGINT)
+            return real.__exit__(*error)
+
+    turn._changed = Interrupting()
+    with pytest.raises(KeyboardInterrupt), unwall.full_params(model):
+        raise AssertionError("it was interrupted before")
+    turn._changed = real
+    assert turn._thread is None
+    with unwall.full_params(model):
+        assert turn._thread is not None
+    assert turn._thread is None

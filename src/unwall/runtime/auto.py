@@ -38,8 +38,6 @@ from unwall.runtime.try_again import make_room
 from unwall.schedule.activations import NO_LINK, Choice, Measured, everywhere, held_bytes, moved_bytes, peak_bytes
 from unwall.schedule.observed import Observed, is_met, worst
 
-LOOK_AT_ROOM, ROOMY = 8, 0.125
-"""Where blocks need no more than this part of the room, how much there is is looked at in every so many-th pass only."""
 MEASURED_PASSES = 2
 """The first one also compiles, and chooses algorithms: its seconds say little."""
 CHANGED = 1.02
@@ -89,7 +87,7 @@ class Auto:
         self._passes = self._size = self._held = 0
         self._beside_bytes = self._input_bytes = 0
         self._ratio = 1.0
-        self._measure_next = self._recompute_rest = self._plain = self._roomy = False
+        self._measure_next = self._recompute_rest = self._plain = False
         self._caches: dict[int, bool] = {}
         self._decided: dict[tuple[float, int, bool], tuple[Choice, ...]] = {}
         self._make_room = room
@@ -144,8 +142,6 @@ class Auto:
         self._size = self._held = self._beside_bytes = self._input_bytes = 0
         self._recompute_rest = False
         self._caches.clear()
-        if self._roomy and fresh is None and self._plain and not self._measure_next and self._passes % LOOK_AT_ROOM:
-            return
         self._room.begin()
         if self._passes <= MEASURED_PASSES or self._observed is None or self._measure_next:
             self._census = Census(self._count, self._device, self._stays)
@@ -203,8 +199,6 @@ class Auto:
             self._measure_next = True
         kept = all(choice == "keep" for choice in self._choices)
         self._plain = kept and needed <= 0.9 * room and self._census is None
-        engine = self._engine()
-        self._roomy = self._plain and needed <= ROOMY * room and engine is not None and engine.ranks.size == 1
 
     def _place_mover(self, wanted: bool) -> None:
         """Saved tensors go through the mover only where something moves, or may."""

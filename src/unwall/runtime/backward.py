@@ -12,7 +12,6 @@ Autograd numbers its nodes as forward makes them, and runs, of those that may ru
 has come to a node from before a call, all of the call's own have run. This is looked at where the next call's backward begins.
 Where autograd has several queues (a model on a device and the host) it may be too early or too late: what is still read is
 fetched again, and what is not needed stays until something else needs the room.
-
 """
 
 from collections.abc import Callable
@@ -202,6 +201,7 @@ class Backward:
             if tasks and tasks.forget_ended():
                 self.failed("its backward ended with an exception")
             if not tasks:
+                self.arrivals.noting.clear()  # of a backward that failed
                 self._turn.begin("backward", lambda: task.runs or tasks.run, backward=True)
                 self._shown.beginning()
                 self.arrivals.check_sums()

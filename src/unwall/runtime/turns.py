@@ -69,7 +69,15 @@ class Held:
         self._turn, self._what = turn, what
 
     def __enter__(self) -> None:
-        self._turn.begin(self._what)
+        taken = False
+        try:
+            with interrupts.deferred:
+                self._turn.begin(self._what)
+                taken = True
+        except BaseException:
+            if taken:  # what was noted meanwhile is raised at the end of the section
+                self._turn.end()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._turn.end()

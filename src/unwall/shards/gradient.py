@@ -88,7 +88,6 @@ class Gradient:
         """Parameters whose gradients are still in the place, but not wanted any more."""
         self.used: set[int] = set()
         """Parameters of which an update is under way or has ended, before ``step``."""
-        """Parameters that were updated with it before ``step``."""
         self._alone = ranks.size == 1
         self.own = Accumulator(group, tiers, dtype)
         """This rank's own, before they are reduced."""
