@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import unwall
+from unwall.native import interrupts
 from unwall.plans import Plan
 from unwall.shards import group as group_module
 
@@ -162,10 +163,18 @@ def test_a_turn_that_was_interrupted_as_it_was_taken_is_free():
             signal.raise_signal(signal.SIGINT)
             return real.__exit__(*error)
 
-    turn._changed = Interrupting()
-    with pytest.raises(KeyboardInterrupt), unwall.full_params(model):
-        raise AssertionError("it was interrupted before")
-    turn._changed = real
+        def notify_all(self):
+            real.notify_all()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell has begun us with &
+    try:
+        interrupts.install()
+        turn._changed = Interrupting()
+        with pytest.raises(KeyboardInterrupt), unwall.full_params(model):
+            raise AssertionError("it was interrupted before")
+    finally:
+        turn._changed = real
+        signal.signal(signal.SIGINT, before)
     assert turn._thread is None
     with unwall.full_params(model):
         assert turn._thread is not None
