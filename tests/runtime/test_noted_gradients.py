@@ -75,7 +75,7 @@ def cleared_in_the_middle(net, opt, loss, step):
     opt.zero_grad()
 
 
-def ends_in_the_middle(net, opt, loss, step):
+def fails(net, loss):
     def fail(_):
         raise ValueError("in the middle")
 
@@ -83,20 +83,17 @@ def ends_in_the_middle(net, opt, loss, step):
     with pytest.raises(ValueError, match="in the middle"):
         loss.backward()
     handle.remove()
+
+
+def ends_in_the_middle(net, opt, loss, step):
+    fails(net, loss)
     opt.zero_grad()
     usual(net, opt, net(torch.full((2, WIDTH), 0.3)).square().mean(), step)
 
 
 def steps_with_what_came(net, opt, loss, step):
     """A backward that ends in the middle, and a step with what it has brought."""
-
-    def fail(_):
-        raise ValueError("in the middle")
-
-    handle = net.layers[2].weight.register_hook(fail)
-    with pytest.raises(ValueError, match="in the middle"):
-        loss.backward()
-    handle.remove()
+    fails(net, loss)
     opt.step()
     opt.zero_grad()
 

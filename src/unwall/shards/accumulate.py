@@ -107,7 +107,7 @@ class Accumulator:
             self._outlines = _outlines(self._group.layout)
         slots, shapes = self._outlines
         with torch.no_grad():  # whoever ends a backward with create_graph=True may have it on, and gradients have a graph
-            places = dict(zip(slots, unflatten(self._filled(), shapes), strict=True))
+            places = dict(zip(slots, _unflatten(self._filled(), shapes), strict=True))
             torch._foreach_copy_([places[slot] for slot, _ in self.waiting], [grad for _, grad in self.waiting])
         self.waiting.clear()
 
@@ -221,7 +221,7 @@ def _outlines(layout: Layout) -> tuple[list[int], list[torch.Tensor]]:
     return slots, shapes
 
 
-unflatten = torch._C._nn.unflatten_dense_tensors
+_unflatten = torch._C._nn.unflatten_dense_tensors
 """Views of a flat tensor, end to end, in the shapes of others: all of them in one call."""
 
 
