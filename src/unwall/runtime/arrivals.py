@@ -14,6 +14,7 @@ from torch import nn
 
 from unwall.runtime.arrived import Arrived
 from unwall.runtime.graph_task import GraphTasks
+from unwall.runtime.home_stream import HomeStream
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
 from unwall.shards.gradient import Gradient, Phase
@@ -67,7 +68,9 @@ class Arrivals:
         tasks: GraphTasks,
         note_task: Callable[[], int],
         complete: Callable[[int], None],
+        home_stream: HomeStream,
     ) -> None:
+        self._home, self._look, self._index = home_stream, home_stream.look, home_stream.index
         self.sync = True
         """Whether gradients are summed over the ranks when they are complete."""
         self.awaiting: list[set[int]] = [set() for _ in executor.groups]
@@ -120,6 +123,13 @@ class Arrivals:
         grad = self._take_grad(param)
         if grad is None:
             return
+        if self._home.elsewhere:
+            with self._home.visited(grad):
+                self._take_one(param, grad)
+        else:
+            self._take_one(param, grad)
+
+    def _take_one(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         if _current_task() not in self._tasks:
             self._note_task()
         self.count += 1
@@ -174,6 +184,7 @@ class Arrivals:
             or gradient.group.params[slot] is not param
             or _current_task() not in self._tasks
             or _is_grad_enabled()
+            or self._look(self._index) != self._home.number
         ):
             return False
         with _NotAsked():  # parameters may be of a class that asks

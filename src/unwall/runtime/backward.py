@@ -15,6 +15,7 @@ fetched again, and what is not needed stays until something else needs the room.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from unwall.runtime import transforms
 from unwall.runtime.arrivals import Arrivals, ShownGrads
 from unwall.runtime.calls import Call
 from unwall.runtime.graph_task import GraphTask, GraphTasks, node_number
+from unwall.runtime.home_stream import HomeStream
 from unwall.runtime.places import Place, Places
 from unwall.runtime.tile_gradients import TileGradients, Write
 from unwall.runtime.turns import Turn
@@ -50,7 +52,9 @@ class Backward:
         hand_out: Callable[[], None],
         turn: Turn,
         passes: int,
+        home_stream: HomeStream,
     ) -> None:
+        self.home_stream = home_stream
         self._executor = executor
         self._gradients = executor.gradients
         self._shown = shown
@@ -58,7 +62,17 @@ class Backward:
         self._turn = turn
         self._tasks = GraphTasks()
         self.arrivals = Arrivals(
-            executor, places, shown, host, passes, arriving, hand_out, self._tasks, self._note_task, self._unpin_if_done
+            executor,
+            places,
+            shown,
+            host,
+            passes,
+            arriving,
+            hand_out,
+            self._tasks,
+            self._note_task,
+            self._unpin_if_done,
+            home_stream,
         )
         self.awaiting, self.hooked = self.arrivals.awaiting, self.arrivals.hooked
         self.expect, self.failed = self.arrivals.expect, self.arrivals.failed
@@ -121,6 +135,13 @@ class Backward:
 
     def begins(self, call: Call) -> None:
         """The gradient of a call's output is known: its groups are read from now on."""
+        if self.home_stream.elsewhere:
+            with self.home_stream.visited():
+                self._begins(call)
+        else:
+            self._begins(call)
+
+    def _begins(self, call: Call) -> None:
         task = self._note_task()
         if self._open:
             self._close(task, node_number())
@@ -147,6 +168,13 @@ class Backward:
 
     def reading(self, index: int) -> None:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
+        if self.home_stream.elsewhere:
+            with self.home_stream.visited():
+                self._reading(index)
+        else:
+            self._reading(index)
+
+    def _reading(self, index: int) -> None:
         task = _current_task()
         if task != -1:
             node, known = _current_node(), self._reads.get(task)
@@ -188,9 +216,10 @@ class Backward:
 
     def take_tile(self, param: nn.Parameter, place: Place, use: int, write: Write) -> None:
         """A part of a tile's gradient is known: ``write`` puts it into its place."""
-        self._note_task()
-        self.tiles.take(param, place, use, write, self.arrivals.sync)
-        self._hand_out()
+        with self.home_stream.visited() if self.home_stream.elsewhere else nullcontext():
+            self._note_task()
+            self.tiles.take(param, place, use, write, self.arrivals.sync)
+            self._hand_out()
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
@@ -210,6 +239,13 @@ class Backward:
 
     @interrupts.defers
     def _task_done(self, task: int) -> None:
+        if self.home_stream.elsewhere:
+            with self.home_stream.visited():
+                self._end_task(task)
+        else:
+            self._end_task(task)
+
+    def _end_task(self, task: int) -> None:
         self._tasks.pop(task, None)
         self._reads.pop(task, None)
         self._close(task, -1)

@@ -17,6 +17,7 @@ from unwall.runtime.compute_lane import ComputeLane
 from unwall.runtime.counts import Speculated
 from unwall.runtime.failures import FailureDomain
 from unwall.runtime.forward import Forward
+from unwall.runtime.home_stream import HomeStream
 from unwall.runtime.leftovers import Free
 from unwall.runtime.live import live
 from unwall.runtime.meta_buffers import never_loaded
@@ -80,6 +81,7 @@ class Engine:
         """Which thread uses the model."""
         self.shown = Shown(self)
         """What ``.grad`` of each parameter shows."""
+        self.home_stream = HomeStream(device)
         self.backward = Backward(
             self.executor,
             self.places,
@@ -89,6 +91,7 @@ class Engine:
             self.audience.hand_out,
             self.turn,
             plan.passes,
+            self.home_stream,
         )
         self.forward = Forward(self.executor, ranks, self.places, self.backward, self._beginning, self.turn)
         self.least_device_bytes = 0

@@ -13,6 +13,7 @@ backward that was asked for other gradients only (``torch.autograd.grad``) leave
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ class Tiling:
     def read(self, tile: Tile, width: int, work: Callable[[torch.Tensor], None]) -> None:
         """Fetches a tile, calls ``work`` with its rows and lets it go. ``work`` must not keep them."""
         executor, index = self._engine.executor, tile.place.group
-        with interrupts.deferred, transforms.outside():
+        home = self._engine.home_stream
+        with interrupts.deferred, transforms.outside(), home.visited() if home.elsewhere else nullcontext():
             executor.use(index)
         try:
             work(executor.groups[index].view_of(tile.place.slot).detach().view(-1, width))
