@@ -101,7 +101,6 @@ def _cores() -> dict[str, Part]:
         host,
         plan=_DISK | {"device_bytes": "72MiB", "host_bytes": "512MiB", "disk_bytes": "4GiB"},
         link_bytes_per_s=None,
-        warm=3,
     )
     long = Training(shape="50m", seq=512, plan={}, keeps=True, warm=1, within=("256MiB", "8GiB"))
     return {
@@ -120,13 +119,13 @@ def _cores() -> dict[str, Part]:
 def _h200() -> dict[str, Part]:
     host = Training(shape="3b", seq=2048, batches=(8,), plan=_HOST | {"device_bytes": "4GiB", "host_bytes": "90GiB"})
     full = replace(host, plan=_HOST | {"device_bytes": "9GiB", "host_bytes": "52GiB"})
-    budgets = {"device_bytes": "2GiB", "host_bytes": "10GiB", "disk_bytes": "40GiB"}
-    disk = Training(shape="1b", seq=2048, batches=(8,), warm=2, plan=_DISK | budgets)
+    budgets = {"device_bytes": "1GiB", "host_bytes": "3GiB", "disk_bytes": "12GiB"}
+    disk = Training(shape="350m", seq=2048, batches=(8,), plan=_DISK | budgets)
     long = Training(shape="1b", seq=32768, plan={}, keeps=True, warm=2, within=("24GiB", "100GiB"))
     return {
         "host": Part("States on the host, 3b", _schedule(host, (2,))),
         "journal": _journal(full, "States fill the host, 3b"),
-        "disk": Part("States on disk, 1b", (disk.named(ALL_ON, "prefetch off", "overlap off", "speculation off"),)),
+        "disk": Part("States on disk, 350m", (disk.named(ALL_ON, "prefetch off", "overlap off", "speculation off"),)),
         "long": Part("One sample of 32,768 tokens, 1b", _long(long)),
         "layer": Part("One layer 8,192 to 32,768, 4,096 tokens", layer={"hidden": 8192, "tokens": 4096, "steps": 5}),
     }
