@@ -112,3 +112,33 @@ def test_accelerate_loads_a_checkpoint(tier, tmp_path):
     optimizer = unwall.AdamW(model.parameters(), lr=1e-3)
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
+
+
+def prefixed():
+    torch.manual_seed(0)
+    return peft.get_peft_model(llama(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+def losses(model, optimizer):
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("activations", ["recompute", "host"])
+def test_recomputed_blocks_take_no_prefix(activations):
+    with pytest.raises(unwall.PlanError, match=r"prefix tuning .*activations='auto'"):
+        unwall.shard(prefixed(), unwall.Plan(activations=activations))
+
+
+def test_prefix_tuning_where_blocks_may_be_recomputed():
+    model, other = prefixed(), prefixed()
+    unwall.shard(model, unwall.Plan(compute_dtype=torch.float32, activations="auto", device_bytes="1GiB"))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    plain = torch.optim.AdamW([param for param in other.parameters() if param.requires_grad], lr=1e-2)
+    assert losses(model, unwall.AdamW(trained, lr=1e-2)) == pytest.approx(losses(other, plain), rel=1e-5)

@@ -1,5 +1,9 @@
 """``print(unwall.stats(model))`` is a table a person reads; the numbers stay attributes."""
 
+import gc
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
@@ -98,3 +102,14 @@ def test_the_table_of_a_real_model_shows_its_attributes(tmp_path):
     assert shown["optimizer steps"] == "2" == str(stats.steps)
     assert stats.links["host>disk"].moved_bytes == 2 * stats.disk_bytes_per_step > 0
     assert shown["written to disk per step"] != "0 B"
+
+
+def test_a_snapshot_does_not_keep_the_model():
+    model = unwall.shard(nn.Linear(4, 4), unwall.Plan(compute_dtype=torch.float32))
+    gone, stats = weakref.ref(model), unwall.stats(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert stats.steps == 0
+    with pytest.raises(RuntimeError, match="model is gone"):
+        stats.reset()

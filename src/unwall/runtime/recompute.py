@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import checkpoint as checkpoint_source
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from unwall.plans import PlanError
 from unwall.runtime.block_state import Buffers, Given
 from unwall.runtime.same_again import SameAgain
 
@@ -26,6 +27,7 @@ def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> 
     if getattr(model, "is_gradient_checkpointing", False):
         return []
     if getattr(model, "supports_gradient_checkpointing", False):
+        _refuse_prefix(model)
         enable: Callable[..., None] = model.gradient_checkpointing_enable  # type: ignore[assignment]
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for module in model.modules() if how is not checkpoint else ():
@@ -35,6 +37,15 @@ def recompute_blocks(model: nn.Module, how: Callable[..., Any] = checkpoint) -> 
     for _, block in blocks:
         put_around(block, functools.partial(_recomputed, block, how=how))
     return [name for name, _ in blocks]
+
+
+def _refuse_prefix(model: nn.Module) -> None:
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and any(getattr(each, "peft_type", None) == "PREFIX_TUNING" for each in adapters.values()):
+        raise PlanError(
+            "prefix tuning gives its prefix to the blocks in a cache, and blocks that transformers recomputes are given none: "
+            "write Plan(activations='auto'), which recomputes no block with something in its cache, or activations='keep'"
+        )
 
 
 def put_around(block: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

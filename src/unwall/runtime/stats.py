@@ -1,5 +1,6 @@
 """What a sharded model did and holds: bytes per tier, bytes per link, elements in collectives."""
 
+import weakref
 from dataclasses import dataclass, replace
 
 from unwall.runtime.counts import ActivationStats, Speculated
@@ -48,7 +49,8 @@ class Stats:
     """Those that changed nothing because gradients were not finite. They are not counted among the steps."""
     speculated: Speculated
     """Groups that were updated ahead of their step, and how that ended."""
-    _engine: Engine
+    _engine: weakref.ref[Engine]
+    """Who keeps a snapshot does not keep the model."""
     activations: ActivationStats | None = None
     """The last pass. None where nothing decides about activations, or the model checkpoints by itself."""
 
@@ -66,19 +68,22 @@ class Stats:
 
     def reset(self) -> None:
         """The counters start anew."""
-        executor = self._engine.executor
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError("reset of statistics whose model is gone: there are no counters any more")
+        executor = engine.executor
         executor.gathered_elements = executor.reduced_elements = 0
-        self._engine.ranks.traffic.reset()
-        if self._engine.replicas is not None:
-            self._engine.replicas.reset()
+        engine.ranks.traffic.reset()
+        if engine.replicas is not None:
+            engine.replicas.reset()
         executor.trace.mismatches = 0
-        self._engine.ranks.control.exchanges = 0
-        self._engine.speculation = Speculated()
-        for ledger in self._engine.tiers.ledgers.values():
+        engine.ranks.control.exchanges = 0
+        engine.speculation = Speculated()
+        for ledger in engine.tiers.ledgers.values():
             ledger.reset_peak()
-        for meter in _meters(self._engine):
+        for meter in _meters(engine):
             meter.reset()
-        self._engine.steps = self._engine.skipped = 0
+        engine.steps = engine.skipped = 0
 
 
 def _meters(engine: Engine) -> list[LinkMeter]:
@@ -107,7 +112,7 @@ def read_stats(engine: Engine) -> Stats:
         skipped_steps=engine.skipped,
         speculated=replace(engine.speculation),
         activations=_activations(engine),
-        _engine=engine,
+        _engine=weakref.ref(engine),
     )
 
 
