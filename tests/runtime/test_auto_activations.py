@@ -122,6 +122,25 @@ def test_a_longer_batch_is_decided_for_at_once_and_a_shorter_one_too():
     assert set(found.used) == {"keep"}
 
 
+def test_a_decision_to_keep_everything_holds_while_there_is_room_in_any_case(monkeypatch):
+    """The card is asked again only where what it has given so far is not plainly enough."""
+    model, _ = decoder()
+    tokens = torch.arange(16).view(2, 8) % 40
+    sharded(model, params="device", optimizer="device", device_bytes="4MiB")
+    found = decides(model)
+    for _ in range(4):
+        model(tokens, labels=tokens).loss.backward()
+    assert found._room.sure_bytes() <= found._room.left_bytes()
+    asked, free = [], found._room._card.free_bytes
+    monkeypatch.setattr(found._room._card, "free_bytes", lambda: asked.append(free()) or asked[-1])
+    model(tokens, labels=tokens).loss.backward()
+    assert not asked
+    found._room._card._card_bytes = unwall.api.engine(model).least_device_bytes + 1
+    model(tokens, labels=tokens).loss.backward()
+    assert asked
+    assert set(found.used) != {"keep"}
+
+
 def test_the_budget_covers_activations():
     """What the ledger has and what is held of activations, at each moment of forward."""
     model, loss_of = decoder()

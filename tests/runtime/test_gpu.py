@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import unwall
 from unwall.optim.journaled import FIRST_STEP
+from unwall.optim.measure import measure, norm_at_once
+from unwall.optim.norm import norm_of
 from unwall.optim.updates import drain
 from unwall.plans import Plan
 
@@ -333,3 +335,17 @@ def test_gradients_that_have_left_do_not_stay_on_the_device():
     beyond = torch.cuda.max_memory_allocated() - held - (64 << 20)
     weight = 2 * 2048 * 2048
     assert beyond <= 4 * weight, f"{beyond / weight:.1f} gradients beyond the budget"  # autograd's own, and activations
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_one_tensor_has_the_bits_of_the_long_way(dtype):
+    model = unwall.shard(nn.Linear(WIDTH, WIDTH).cuda(), Plan(compute_dtype=dtype))
+    optimizer = unwall.AdamW(model.parameters(), max_grad_norm=1.0)
+    for step in range(4):
+        model(torch.randn(4, WIDTH, device="cuda") * 10.0 ** (step - 2)).float().square().mean().backward()
+        held = optimizer.before.held(optimizer.engines())
+        at_once = norm_at_once(optimizer.engines(), held)
+        assert at_once is not None
+        assert torch.equal(at_once, norm_of(measure(optimizer.engines(), held, 2.0, False), 2.0).float())
+        optimizer.step()
+        optimizer.zero_grad()

@@ -151,7 +151,7 @@ def test_a_turn_that_was_interrupted_as_it_was_taken_is_free():
     model = unwall.shard(nn.Linear(4, 4), Plan(params="device", optimizer="device", compute_dtype=torch.float32))
     model(torch.ones(1, 4))
     turn = unwall.api.engine(model).turn
-    real = turn._changed
+    real = turn._lock
 
     class Interrupting:
         """The lock that the turn is taken under. The signal comes before it is given back."""
@@ -163,17 +163,14 @@ def test_a_turn_that_was_interrupted_as_it_was_taken_is_free():
             signal.raise_signal(signal.SIGINT)
             return real.__exit__(*error)
 
-        def notify_all(self):
-            real.notify_all()
-
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a shell has begun us with &
     try:
         interrupts.install()
-        turn._changed = Interrupting()
+        turn._lock = Interrupting()
         with pytest.raises(KeyboardInterrupt), unwall.full_params(model):
             raise AssertionError("it was interrupted before")
     finally:
-        turn._changed = real
+        turn._lock = real
         signal.signal(signal.SIGINT, before)
     assert turn._thread is None
     with unwall.full_params(model):

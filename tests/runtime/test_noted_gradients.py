@@ -235,3 +235,28 @@ def test_what_grad_shows_is_made_once(tiles, monkeypatch):
         optimizer.step()
         optimizer.zero_grad()
     assert len(made) == 4
+
+
+def test_gradients_are_joined_again_after_a_backward_that_failed(monkeypatch):
+    joined, join = [], accumulate.Accumulator._join
+    monkeypatch.setattr(accumulate.Accumulator, "_join", lambda self: joined.append(join(self)) or joined[-1])
+    net = unwall.shard(Net(), unwall.Plan())
+    opt = unwall.AdamW(net.parameters())
+    fails(net, net(torch.ones(2, WIDTH)).square().mean())
+    opt.zero_grad()
+    for step in range(STEPS):
+        usual(net, opt, net(torch.ones(2, WIDTH)).square().mean(), step)
+    assert joined[-STEPS:] == [True] * STEPS
+
+
+def test_a_gradient_that_a_hook_has_kept_stays_as_it_was():
+    net = unwall.shard(nn.Linear(WIDTH, WIDTH, bias=False), unwall.Plan(compute_dtype=torch.float32))
+    opt = unwall.AdamW(net.parameters())
+    kept = []
+    net.weight.register_hook(kept.append)
+    net(torch.ones(2, WIDTH)).square().mean().backward()
+    before = kept[0].clone()
+    opt.clip_grad_norm_(1e-3)
+    assert float(net.weight.grad.norm()) == pytest.approx(1e-3, rel=1e-3)
+    opt.step()
+    assert torch.equal(kept[0], before)

@@ -118,11 +118,12 @@ def apply_entry(entry: OptimizerEntry, optimizer: ShardedOptimizer, names: Mappi
     for param in optimizer._params():
         saved = entry.params.get(names[id(param)])
         if saved is None:
-            optimizer.state.pop(param, None)
+            optimizer.state.leave_out(param)
         else:
             optimizer.state[param]["step"] = int(saved["step"])
         if isinstance(optimizer, Wrapped):
             inner = None if saved is None else decode(saved["inner"], get)
-            optimizer._past[param] = (
-                optimizer._begin[param] if inner is None else _shared(pasts, inner, set(saved["stored"]))  # type: ignore[index]
-            )
+            if saved is None or inner is None:
+                optimizer._past[param] = optimizer._begin[param]
+            else:
+                optimizer._past[param] = _shared(pasts, inner, set(saved["stored"]))

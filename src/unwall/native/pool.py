@@ -45,7 +45,11 @@ class AdamWStep:
 
     def scaled(self, scale: float) -> "AdamWStep":
         """The same with gradients multiplied by ``scale``, too."""
-        return replace(self, grad_scale=self.grad_scale * scale)
+        return self if scale == 1.0 else replace(self, grad_scale=self.grad_scale * scale)
+
+    def at(self, step: int) -> "AdamWStep":
+        """The same of another step."""
+        return replace(self, step=step)
 
 
 @dataclass(frozen=True)

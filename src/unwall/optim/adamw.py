@@ -1,6 +1,5 @@
 """AdamW over a sharded model."""
 
-import dataclasses
 import weakref
 from typing import Any, Literal
 
@@ -11,10 +10,10 @@ from unwall.optim.adamw_rule import AdamWRule
 from unwall.optim.alone import alone
 from unwall.optim.early import Ahead, EarlyUpdates, Speculate, covers
 from unwall.optim.fit import check_room
-from unwall.optim.group_update import host_work, settle, spans_in_memory, stores_of
+from unwall.optim.group_update import host_work, settle, spans_on_device
 from unwall.optim.lean_rule import LeanRule, check_lean, wants_lean
 from unwall.optim.measure import Held
-from unwall.optim.runs import Run, runs_of
+from unwall.optim.runs import Run
 from unwall.optim.sharded import ShardedOptimizer
 from unwall.optim.state_io import check_states, from_rank_0, load_whole_states, whole_states
 from unwall.optim.updates import Factor, HostUpdate, Work
@@ -22,9 +21,6 @@ from unwall.runtime.early_writes import BETWEEN
 from unwall.runtime.engine import Engine
 from unwall.runtime.leftovers import Leftovers
 from unwall.shards.group import Group
-from unwall.shards.layout import SLOT_BYTES
-from unwall.shards.states import StateKey
-from unwall.shards.store import Store
 
 
 class AdamW(ShardedOptimizer):
@@ -133,7 +129,7 @@ class AdamW(ShardedOptimizer):
             return
         runs = self._runs(group, slots, self._numbers())
         if covers(group, runs):
-            self._early.speculate(engine, group, stores_of(group, self.rule, self.own), runs)
+            self._early.speculate(engine, group, self.before.stores(group), runs)
 
     def _use(self, engine: Engine, index: int, slots: set[int]) -> None:
         """Updates in place the parameters of a group whose gradients are there and were not used yet."""
@@ -148,23 +144,22 @@ class AdamW(ShardedOptimizer):
         if before:
             self._check_promise(engine, index, before, numbers, clipped=False)
         runs = self._runs(group, fresh, numbers)
-        stores = stores_of(group, self.rule, self.own)
         if group.home.tier == "device":
-            self._update_on_device(engine, group, stores, runs)
+            self._update_on_device(engine, group, runs)
         else:
             factor = Factor(1.0, None)
-            work = host_work(self.rule, engine, group, stores, runs, factor)
+            work = host_work(self.rule, engine, group, self.before.stores(group), runs, factor)
             group.pending.update = self._queue(engine, group, runs, factor, work)
-        self._count_params([(engine, index, fresh)])
+        self.before.count([(engine, index, fresh)])
         self._early.applied[key] = self._runs(group, slots, numbers, ahead=0)
         gradient.use(fresh)
         engine.audience.updated_early(index, fresh)
 
     @torch.no_grad()
-    def _update_on_device(self, engine: Engine, group: Group, stores: dict[StateKey, Store], runs: list[Run]) -> None:
+    def _update_on_device(self, engine: Engine, group: Group, runs: list[Run]) -> None:
         """In backward, when the gradients of all uses of the group's parameters are known."""
         group.await_readers()
-        for ticket in self.rule.on_device(spans_in_memory(engine, group, stores, runs), 1.0, None):
+        for ticket in self.rule.on_device(spans_on_device(engine, group, self.before.stores(group), runs), 1.0, None):
             ticket.wait()
 
     def _refuse_second_backward(self, engine: Engine, index: int) -> None:
@@ -178,11 +173,13 @@ class AdamW(ShardedOptimizer):
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _update(self, held: list[Held], factor: torch.Tensor | None, inverse: float) -> Factor:
-        numbers, clipped = self._numbers(), factor is not None or inverse != 1.0
+        clipped = factor is not None or inverse != 1.0
+        numbers: list[AdamWStep] | None = None
         left = []
         for engine, index, slots in held:
             used = slots & engine.gradients[index].used
             if used:
+                numbers = self._numbers() if numbers is None else numbers
                 self._check_promise(engine, index, used, numbers, clipped)
             if used != slots:
                 left.append((engine, index, slots - used))
@@ -198,7 +195,7 @@ class AdamW(ShardedOptimizer):
         return [self._runs(engine.groups[index], slots, numbers) for engine, index, slots in held]
 
     def _count_step(self, held: list[Held]) -> None:
-        self._count_params(held)
+        self.before.count(held)
 
     def _queue(self, engine: Engine, group: Group, runs: list[Run], factor: Factor, work: Work) -> HostUpdate:
         return self._early.commit_or(engine, group, runs, factor, work)
@@ -207,7 +204,7 @@ class AdamW(ShardedOptimizer):
         super()._nothing_to_update()
         self._early.applied.clear()
 
-    def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: dict[int, AdamWStep], clipped: bool) -> None:
+    def _check_promise(self, engine: Engine, index: int, slots: set[int], numbers: list[AdamWStep], clipped: bool) -> None:
         runs, applied = self._runs(engine.groups[index], slots, numbers, ahead=0), self._early.applied.get((id(engine), index))
         if applied is None:
             raise RuntimeError(
@@ -222,28 +219,17 @@ class AdamW(ShardedOptimizer):
                 "or build the optimizer without update_in_backward"
             )
 
-    def _runs(self, group: Group, slots: set[int], numbers: dict[int, AdamWStep], ahead: int = 1) -> list[Run]:
+    def _runs(self, group: Group, slots: set[int], numbers: list[AdamWStep], ahead: int = 1) -> list[Run]:
         """The runs to update, keyed by the numbers of the step that comes ``ahead`` steps after the last one counted."""
-        keys: dict[int, AdamWStep] = {}
-        made: dict[tuple[int, int], AdamWStep] = {}
-        with torch._C.DisableTorchFunctionSubclass():  # parameters of a class that asks are hashed
-            for slot in slots:
-                param = group.params[slot]
-                row, step = numbers[id(param)], self.state[param].get("step", 0) + ahead
-                key = made.get((id(row), step))
-                if key is None:
-                    key = made[id(row), step] = dataclasses.replace(row, step=step)
-                keys[slot] = key
-        return runs_of(group.owned_segments(), keys, gap=SLOT_BYTES // group.layout.dtype.itemsize)
+        return self.before.runs(group, slots, numbers, ahead)
 
-    def _numbers(self) -> dict[int, AdamWStep]:
-        found = {}
+    def _numbers(self) -> list[AdamWStep]:
+        """Of each param group. For ``_runs``, which takes the parameters as they are now."""
+        self.before.look(self.engines())
+        found = []
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            decay = group["weight_decay"]
-            row = AdamWStep(lr=float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay, step=0)
-            for param in group["params"]:
-                found[id(param)] = row
+            (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), group["weight_decay"]
+            found.append(AdamWStep(lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay, step=0))
         return found
 
     # -- states -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from unwall.optim.updates import Factor, Rest, Work
 from unwall.runtime.engine import Engine
 from unwall.shards.group import Group
 from unwall.shards.master import make_master, set_lean
-from unwall.shards.states import GROUP, LEAN_MOMENTS, PARAM, StateKey, adamw_specs, master_specs
+from unwall.shards.states import GRAD, GROUP, LEAN_MOMENTS, PARAM, StateKey, adamw_specs, master_specs
 from unwall.shards.store import Store
 from unwall.tiers.sizes import ALIGNMENT
 
@@ -65,6 +65,17 @@ def spans_in_memory(engine: Engine, group: Group, stores: dict[StateKey, Store],
     tensors = {key: store.tensor(write=False) for key, store in stores.items()}  # they are written when the update runs
     tensors[PARAM] = group.own_param_for(write=False)
     return spans_of(tensors, engine.gradients[group.index].value, runs)
+
+
+def spans_on_device(engine: Engine, group: Group, stores: dict[StateKey, Store], runs: Sequence[Run]) -> list[Span]:
+    """The same of a group on the device, after ``settle``, with few operations: nothing of it is anywhere else."""
+    own, value = group.own_param_for(write=False), engine.gradients[group.index].value
+    found = []
+    for run in runs:
+        parts = {key: store.part(run.start, run.end) for key, store in stores.items() if key is not PARAM}
+        parts[PARAM], parts[GRAD] = own[run.start : run.end], value[run.start : run.end]
+        found.append(Span.of(parts, run.key))
+    return found
 
 
 def host_work(

@@ -60,7 +60,7 @@ class Journaling:
 
     def stepped(self) -> None:
         """A step was taken."""
-        for group, left in list(self._resting.items()):
+        for group, left in list(self._resting.items()) if len(self._resting) else ():
             if left > 1:
                 self._resting[group] = left - 1
             else:

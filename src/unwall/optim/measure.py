@@ -44,6 +44,25 @@ def measure(engines: Sequence[Engine], held: list[Held], order: float, count: bo
     return total
 
 
+def norm_at_once(engines: Sequence[Engine], held: list[Held]) -> torch.Tensor | None:
+    """The norm where a rank alone has all gradients in one tensor on its accelerator, with one launch.
+
+    The bits are those of the long way: it squares the norm in float64, which loses nothing of a float32, and takes the root."""
+    if len(held) != 1 or len(engines) != 1:
+        return None
+    engine, index, slots = held[0]
+    gradient = engine.gradients[index]
+    if engine.device.device.type != "cuda" or engine.everyone.size > 1 or gradient.square_sum is not None:
+        return None
+    if slots != gradient.present or any(group.copies > 1 for group in engine.groups):
+        return None
+    part = counted_part(gradient.read(), engine.groups[index], engine.ranks.rank)
+    if part.device.type != "cuda" or torch.promote_types(part.dtype, torch.float32) is not torch.float32:
+        return None
+    norm: torch.Tensor = torch.linalg.vector_norm(part, dtype=torch.float32)
+    return norm
+
+
 def _maximum(engine: Engine, part: torch.Tensor) -> torch.Tensor:
     """The greatest of the ranks' parts, element by element."""
     if engine.ranks.size == 1:

@@ -65,4 +65,4 @@ def norm_of(total: torch.Tensor, order: float) -> torch.Tensor:
 
 def clip_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """What gradients are multiplied with so that their norm stays within ``limit`` (as ``clip_grad_norm_`` does it)."""
-    return torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return (norm + 1e-6).reciprocal_().mul_(limit).clamp_(max=1.0)  # that is how torch divides a number by a tensor

@@ -34,7 +34,33 @@ class ParamNumbers(dict[str, Any]):
 class NumbersOfAll(defaultdict[torch.Tensor, Any]):
     """``optimizer.state``. Whoever empties it means the moments, too, which are not there: that is refused."""
 
+    version = 0
+    """Counts entries that were put in or taken out."""
+
+    def __setitem__(self, param: torch.Tensor, numbers: Any) -> None:
+        self.version += 1
+        super().__setitem__(param, numbers)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        for param, numbers in dict(*others, **more).items():
+            self[param] = numbers
+
+    def __ior__(self, others: Any) -> "NumbersOfAll":  # type: ignore[override,misc]
+        self.update(others)
+        return self
+
+    def leave_out(self, param: torch.Tensor) -> None:
+        """A parameter that was never updated has no numbers."""
+        self.version += 1
+        super().pop(param, None)
+
     def __delitem__(self, param: torch.Tensor) -> NoReturn:
+        refuse_forgetting()
+
+    def pop(self, *_: Any) -> NoReturn:
+        refuse_forgetting()
+
+    def popitem(self) -> NoReturn:
         refuse_forgetting()
 
     def clear(self) -> NoReturn:

@@ -13,9 +13,10 @@ from torch.autograd.graph import increment_version
 from unwall.native import interrupts
 from unwall.native.ticket import NativeTicket
 from unwall.optim.alone import alone, alone_after_closure
+from unwall.optim.as_before import AsBefore
 from unwall.optim.failed_step import refuse_inside_backward, told_to_all
-from unwall.optim.group_update import host_work, make_states, settle, spans_in_memory, stores_of
-from unwall.optim.measure import Held, measure
+from unwall.optim.group_update import host_work, make_states, settle, spans_on_device
+from unwall.optim.measure import Held, measure, norm_at_once
 from unwall.optim.norm import check_order, clip_factor, norm_of
 from unwall.optim.own_states import own_states
 from unwall.optim.param_check import GONE, checked
@@ -43,6 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     rule: UpdateRule
+    state: NumbersOfAll
 
     uses_at_once = False
     """Whether gradients are used during backward, as ``Plan(grads="transient")`` needs it."""
@@ -64,6 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The user's, around a step."""
         self._warned = False
         self._known_engines: tuple[object, list[weakref.ref[Engine]]] = (None, [])
+        self.before = AsBefore(self)
+        """What the last step has found out."""
         super().__init__(params, defaults)
         self.state = NumbersOfAll(ParamNumbers)
         self.own = own_states(self)
@@ -89,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
             if not any(looker() == self._clip_now for looker in engine.audience.lookers):
                 engine.audience.lookers.append(weakref.WeakMethod(self._clip_now))
+                engine.audience.movers.append(weakref.WeakMethod(self._states_move))
 
     @alone
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -116,23 +121,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if type(self.state) is not NumbersOfAll:
             refuse_forgetting()
+        engines = self.engines()
         if in_backward():
-            refuse_inside_backward(self.engines())
-        held = self._complete()
+            refuse_inside_backward(engines)
+        held = self._complete(engines)
         self._compare_numbers(held)  # not before: a fault of which all hear in there leaves nothing said
         for engine, index, _ in held:
             engine.gradients[index].check()  # before anything is updated
-        inverse, factor = self._inverse(), self._clip
+        inverse, factor = self._inverse(engines), self._clip
         measures = factor is None and self.max_grad_norm is not None
         if measures or inverse != 1.0 or self.skip_nonfinite:
             counts = inverse != 1.0 or self.skip_nonfinite
-            total = measure(self.engines(), held, 2.0, counts)
-            if counts and self._overflowed(total, inverse):
-                self._skip()
-                return loss
+            norm = None if counts else norm_at_once(engines, held)
+            if norm is None:
+                total = measure(engines, held, 2.0, counts)
+                if counts and self._overflowed(total, inverse):
+                    self._skip()
+                    return loss
+                norm = norm_of(total, 2.0)
             if measures:
                 assert self.max_grad_norm is not None
-                factor = clip_factor(self._norm(total, 2.0), self.max_grad_norm)
+                factor = clip_factor(self._keep_norm(norm, inverse), self.max_grad_norm)
         elif not self._warned and any(engine.groups[index].layout.dtype is torch.float16 for engine, index, _ in held):
             self._warned = True
             warnings.warn(UNSCALED, stacklevel=4)
@@ -141,7 +150,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._nothing_to_update()
         self._clip = None  # not before: a step that failed is tried again as it was
-        for engine in self.engines():
+        for engine in engines:
             engine.steps += 1
             engine.ranks.steps += 1
         for engine, index, slots in held:
@@ -154,6 +163,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     profile_hook_step = staticmethod(hooks_told)  # type: ignore[assignment]
     """Torch wraps ``step`` in it."""
+
+    def _states_move(self, engine: Engine, _: int) -> None:
+        self.before.forget(engine)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale: ``optimizer.scale(loss).backward()`` for fp16. ``step`` takes the scale out again."""
@@ -169,7 +181,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for engine in self.engines():
             engine.executor.note("clip_grad_norm_")
         self._clip_now()
-        norm = self._norm(measure(self.engines(), self._complete(), order), order)
+        engines = self.engines()
+        norm = self._keep_norm(norm_of(measure(engines, self._complete(engines), order), order), self._inverse(engines))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of order {order} of the gradients is not finite ({float(norm)}): it cannot be clipped to"
@@ -213,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             on_host |= group.home.tier == "host"
         host_factor = Factor(inverse, factor, elsewhere=on_host)
         runs = self._plan_step(held)
-        stores = [stores_of(engine.groups[index], self.rule, self.own) for engine, index, _ in held]
+        stores = [self.before.stores(engine.groups[index]) for engine, index, _ in held]
         interrupts.commit()
         self._count_step(held)
         tickets: list[NativeTicket] = []
@@ -226,7 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group.await_readers()
             on_cpu = engine.device.device.type == "cpu"
             scale, clip = (host_factor.get(), None) if on_cpu or factor is None else (inverse, factor.float())
-            tickets += self.rule.on_device(spans_in_memory(engine, group, kept, parts), scale, clip)
+            tickets += self.rule.on_device(spans_on_device(engine, group, kept, parts), scale, clip)
         for ticket in tickets:
             ticket.wait()
         return host_factor
@@ -249,18 +262,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = kept
         if "scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["scaler"])
-
-    def _count_params(self, held: list[Held]) -> None:
-        """One more step of every parameter that is updated, in however many slots it lies."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters of a class that asks are hashed
-            found: dict[int, nn.Parameter] = {}
-            for engine, index, slots in held:
-                params = engine.groups[index].params
-                for slot in slots:
-                    found[id(params[slot])] = params[slot]
-            for param in found.values():
-                numbers = self.state[param]
-                numbers["step"] = numbers.get("step", 0) + 1
 
     def _tensor_names(self, param: nn.Parameter) -> list[str]:
         """The states that have an element for each of a parameter's."""
@@ -309,27 +310,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _params(self) -> Iterator[nn.Parameter]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _held(self) -> Iterator[tuple[Engine, int, set[int]]]:
+    def _held(self) -> list[Held]:
         """Groups with gradients of this optimizer's parameters, and which slots those are."""
-        mine: dict[tuple[int, int], tuple[Engine, set[int]]] = {}
-        there: dict[int, list[set[int]]] = {}
-        engines = self.engines()
-        for engine in engines:
-            there[id(engine)] = [found.present | found.pending | found.elsewhere for found in engine.gradients]
-        for param in self._params() if any(map(any, there.values())) else ():
-            engine = engines[0] if len(engines) == 1 and id(param) in engines[0].places else self._engine_of(param)
-            for index, slot in engine.places[id(param)]:
-                if slot in there[id(engine)][index]:
-                    mine.setdefault((id(engine), index), (engine, set()))[1].add(slot)
-        for (_, index), (engine, slots) in sorted(mine.items(), key=lambda item: item[0][1]):
-            yield engine, index, slots
+        return self.before.held(self.engines())
 
-    def _complete(self) -> list[Held]:
+    def _complete(self, engines: list[Engine]) -> list[Held]:
         """What there is to update: everything is reduced, and what the user left in ``.grad`` counts."""
-        for engine in self.engines():
+        for engine in engines:
             engine.flush()
             engine.shown.settle(self._params())
-        return list(self._held())
+        return self.before.held(engines)
 
     def _compare_numbers(self, held: list[Held]) -> None:
         """See [Note: the same numbers] in step_numbers.py. Not of a model without gradients: its ranks may not meet soon."""
@@ -339,12 +329,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for engine in engines.values():
                 engine.executor.agreement.say(*numbers)
 
-    @torch.no_grad()
     def _clip_now(self, *_: Any) -> None:
         """Someone looks at gradients, or changes them: what was put off until the step is done now."""
-        factor, self._clip = self._clip, None
-        if factor is None or float(factor) == 1.0:
-            return
+        if self._clip is not None:
+            factor, self._clip = self._clip, None
+            if float(factor) != 1.0:
+                self._multiply(factor)
+
+    @torch.no_grad()
+    def _multiply(self, factor: torch.Tensor) -> None:
         for engine, index, slots in self._held():
             if not engine.gradients[index].held:
                 continue
@@ -353,8 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if segment.slot in slots:
                     run[segment.shard_start : segment.shard_start + segment.numel].mul_(factor.to(run.device))
 
-    def _norm(self, total: torch.Tensor, order: float) -> torch.Tensor:
-        norm, inverse = norm_of(total, order), self._inverse()
+    def _keep_norm(self, norm: torch.Tensor, inverse: float) -> torch.Tensor:
         self.grad_norm = (norm if inverse == 1.0 else norm * inverse).float()
         return self.grad_norm
 
@@ -364,9 +356,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for engine in self.engines():
             engine.skipped += 1
 
-    def _inverse(self) -> float:
+    @staticmethod
+    def _inverse(engines: list[Engine]) -> float:
         """What gradients are multiplied with to take the loss scale out again (whichever optimizer scaled the loss)."""
-        return 1.0 / max((engine.loss_scale for engine in self.engines()), default=1.0)
+        return 1.0 / (engines[0].loss_scale if len(engines) == 1 else max((e.loss_scale for e in engines), default=1.0))
 
     def _overflowed(self, total: torch.Tensor, inverse: float) -> bool:
         overflow = bool(total[1].item() > 0)

@@ -164,6 +164,8 @@ class Speculations:
 
     def forget(self) -> None:
         """None of them is wanted any more."""
+        if not self._open and not self._line:
+            return
         with self._lock:
             for speculation in self._open.values():
                 speculation.want(Wanted.NO)

@@ -166,7 +166,7 @@ def load_whole_states(optimizer: ShardedOptimizer, states: dict[int, dict[str, A
         if number in states:
             optimizer.state[param]["step"] = int(states[number]["step"])
         else:
-            optimizer.state.pop(param, None)
+            optimizer.state.leave_out(param)
 
 
 def _put_all(group: Group, values: dict[int, torch.Tensor | float], target: torch.Tensor) -> None:

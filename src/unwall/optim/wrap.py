@@ -131,7 +131,7 @@ class Wrapped(ShardedOptimizer):
         self._shell, pasts = self._next
         self._past.update(pasts)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # what its schedulers ask
-        self._count_params(held)
+        self.before.count(held)
 
     def _tensor_names(self, param: nn.Parameter) -> list[str]:
         return list(self.rule.kept[id(param)])

@@ -40,7 +40,7 @@ class ActivationRoom:
         self._counted = counted
         self._margin_share = 0.0 if counted else MARGIN_SHARE
         self._failures = card.allocated().failures
-        self._base = self._seen_peak = self._ours_before = 0
+        self._base = self._seen_peak = self._ours_before = self._reserved = 0
         self._in_backward = False
         self._loss_others: int | None = None
         self._block_others: int | None = None
@@ -52,7 +52,7 @@ class ActivationRoom:
         if found.failures > self._failures:
             self.failed()
         self._seen_peak, self._ours_before = found.peak_bytes, self._ours()
-        self._base = found.allocated_bytes - self._ours_before
+        self._base, self._reserved = found.allocated_bytes - self._ours_before, found.reserved_bytes
         self._in_backward, self._loss_others, self._block_others = False, None, None
 
     def failed(self) -> None:
@@ -63,6 +63,10 @@ class ActivationRoom:
     def left_bytes(self) -> int:
         """For blocks, and for what a pass needs besides them."""
         return self._total() - self._base - self._least
+
+    def sure_bytes(self) -> int:
+        """The same at least, by what the allocator has of the card already: the card itself is not asked, which takes long."""
+        return self._reserved - int(self._reserved * self._margin_share) - self._base - self._least
 
     def left_now_bytes(self) -> int:
         """The same in the middle of a pass of which nothing is known."""

@@ -17,6 +17,7 @@ from unwall.runtime.graph_task import GraphTasks
 from unwall.runtime.home_stream import HomeStream
 from unwall.runtime.places import Place, Places
 from unwall.schedule.executor import Executor
+from unwall.shards.accumulate import Accumulator
 from unwall.shards.gradient import Gradient, Phase
 from unwall.shards.group import Group
 from unwall.shards.landing import AGAIN_ADVICE
@@ -24,6 +25,8 @@ from unwall.shards.local import local_gradient
 from unwall.tiers.ledger import BudgetError, Ledger
 from unwall.tiers.sizes import format_bytes
 
+Note = tuple[nn.Parameter, int, torch.Size, Gradient, Accumulator, set[int]]
+"""A parameter, its slot and its shape there; its group's gradient, what accumulates that, and the slots it awaits."""
 _SUM = "the sum of several backwards, in fp32,"
 _SUM_ADVICE = "Plan(passes=N) makes room for it: N is the number of backwards before a step. Or call step() after each one."
 _TAKEN_ADVICE = (
@@ -81,9 +84,9 @@ class Arrivals:
         """Gradients that have come, ever."""
         self.with_graph: set[tuple[Place, ...]] = set()
         """Of the backward that runs, parameters whose gradients came with a graph of their own: see runtime/held_grad.py."""
-        self.noting: dict[int, Place] = {}
+        self.noting: dict[int, Note] = {}
         """Parameters (by id) of whose gradients only a note is to be made. See [Note: only noted]."""
-        self._to_note: dict[int, dict[int, Place]] = {}
+        self._to_note: dict[int, dict[int, Note]] = {}
         """By group: its parameters of which that may be so."""
         self._executor, self._gradients = executor, executor.gradients
         self._places = places
@@ -169,9 +172,7 @@ class Arrivals:
     def note_arrival(self, param: nn.Parameter) -> bool:
         """Makes a note of a gradient. False where it is to be taken with care. See [Note: only noted]. One function, for the
         sake of few Python calls."""
-        index, slot = self.noting[id(param)]
-        gradient, awaited = self._gradients[index], self.awaiting[index]
-        own = gradient.own
+        known, slot, shape, gradient, own, awaited = self.noting[id(param)]
         if (
             len(awaited) < 2
             or slot not in awaited
@@ -181,7 +182,7 @@ class Arrivals:
             or gradient.passes
             or gradient.used
             or self._shown.any_shown
-            or gradient.group.params[slot] is not param
+            or known is not param
             or _current_task() not in self._tasks
             or _is_grad_enabled()
             or self._look(self._index) != self._home.number
@@ -189,7 +190,7 @@ class Arrivals:
             return False
         with _NotAsked():  # parameters may be of a class that asks
             grad = param.grad
-            if type(grad) is not _TENSOR or grad.is_sparse or grad.shape != gradient.group.layout.slots[slot].shape:
+            if type(grad) is not _TENSOR or grad.is_sparse or grad.shape != shape:
                 return False
             param.grad = None
         own.waiting.append((slot, grad))
@@ -198,10 +199,11 @@ class Arrivals:
         self.count += 1
         return True
 
-    def _notable(self, index: int) -> dict[int, Place]:
-        group = self._executor.groups[index]
+    def _notable(self, index: int) -> dict[int, Note]:
+        gradient, awaited = self._gradients[index], self.awaiting[index]
+        group, own = gradient.group, gradient.own
         pairs = enumerate(zip(group.params, group.layout.slots, strict=True))
-        found = {id(param): Place(index, at) for at, (param, slot) in pairs if slot.whole and slot.numel}
+        found = {id(p): (p, at, slot.shape, gradient, own, awaited) for at, (p, slot) in pairs if slot.whole and slot.numel}
         self._to_note[index] = found
         return found
 

@@ -2,18 +2,17 @@
 
 import weakref
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from unwall.native import interrupts
-from unwall.runtime.places import Place
 
 
 class Takes(Protocol):
     """Who takes gradients: ``Arrivals``."""
 
-    noting: dict[int, Place]
+    noting: dict[int, Any]
 
     def note_arrival(self, param: nn.Parameter) -> bool: ...
 

@@ -90,13 +90,15 @@ class Auto:
         self._measure_next = self._recompute_rest = self._plain = False
         self._caches: dict[int, bool] = {}
         self._decided: dict[tuple[float, int, bool], tuple[Choice, ...]] = {}
+        self._plainly: tuple[Observed, float, int] | None = None
+        """Of the last decision to keep everything, with room to spare: what it was made of, and what that needs."""
         self._make_room = room
         self._room = room(self.held_bytes)
 
     def measure_anew(self) -> None:
         """The states live elsewhere from now on, or the budget is another one. All ranks do it at the same point."""
         self._passes, self._observed, self._choices = 0, None, ()
-        self._plain = False
+        self._plain, self._plainly = False, None
         self._census, self._saved.seen = None, None
         self._decided.clear()
         self._room = self._make_room(self.held_bytes)
@@ -185,6 +187,9 @@ class Auto:
         return int(before.beyond_bytes * ratio), int(before.loss_bytes * ratio)
 
     def _decide(self, observed: Observed, *, may_move: bool) -> None:
+        if self._is_plain_again(observed):
+            self._plain = True
+            return
         step = max(1, observed.room_bytes // STEPS)
         left = self._least(self._room.left_bytes())
         room = observed.room_bytes if left > observed.room_bytes - step else left // step * step
@@ -199,6 +204,20 @@ class Auto:
             self._measure_next = True
         kept = all(choice == "keep" for choice in self._choices)
         self._plain = kept and needed <= 0.9 * room and self._census is None
+        self._plainly = (observed, self._ratio, needed) if self._plain and may_move else None
+
+    def _is_plain_again(self, observed: Observed) -> bool:
+        """Whether the last decision is that of this pass, too, however much of the card is free."""
+        engine, known = self._engine(), self._plainly
+        return (
+            known is not None
+            and known[0] is observed
+            and known[1] == self._ratio
+            and self._census is None
+            and known[2] <= 0.9 * self._room.sure_bytes()
+            and engine is not None
+            and not engine.others.tensor  # they decide together
+        )
 
     def _place_mover(self, wanted: bool) -> None:
         """Saved tensors go through the mover only where something moves, or may."""
@@ -334,6 +353,7 @@ class Auto:
         self._recompute_rest = True
         self._room.failed()
         self._decided.clear()
+        self._plainly = None
         return True
 
     def _leave_alone(self) -> None:

@@ -25,8 +25,12 @@ class Casts:
         """Whether there is anything to do for what comes out."""
 
     def inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not kwargs and len(args) == 1 and type(args[0]) is _TENSOR and args[0].dtype is not self.outside:
-            return args, kwargs  # as most modules are called
+        if not kwargs:
+            for arg in args:
+                if type(arg) is not _TENSOR or arg.dtype is self.outside:
+                    break
+            else:  # as most modules are called
+                return args, kwargs
         return cast_floats(args, self.outside, self._inside), cast_floats(kwargs, self.outside, self._inside)
 
     def outputs(self, output: Any) -> Any:

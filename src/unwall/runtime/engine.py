@@ -31,7 +31,7 @@ from unwall.schedule.executor import Executor
 from unwall.shards.collectives import Ranks
 from unwall.shards.dimensions import Others
 from unwall.shards.feign import Feigned
-from unwall.shards.gradient import Gradient
+from unwall.shards.gradient import Gradient, Phase
 from unwall.shards.group import Group
 from unwall.shards.local import copies_of, local
 from unwall.tiers.device import DeviceTier
@@ -198,6 +198,7 @@ class Engine:
             group = self.groups[place.group]
             group.params[place.slot] = nn.Parameter(torch.empty(0, dtype=group.layout.dtype), param.requires_grad)
             group.show(place.slot)
+        self.backward.arrivals.grown()  # nothing that was noted of the group's parameters holds
         self.changed = True
 
     def add(self, groups: list[Group], gradients: list[Gradient]) -> None:
@@ -289,11 +290,13 @@ class Engine:
         gradient = self.gradients[index]
         params = self.groups[index].params
         self.shown.hide([self.places.get(id(params[slot])) for slot in slots])
-        with suppress(DiskError):  # it is not wanted any more
-            gradient.finish_reduce()
+        if gradient.phase is not Phase.IDLE:
+            with suppress(DiskError):  # it is not wanted any more
+                gradient.finish_reduce()
         gradient.present -= slots
         gradient.elsewhere -= slots
-        gradient.drop_pending(slots)
+        if gradient.pending:
+            gradient.drop_pending(slots)
         if not gradient.present and not gradient.pending and not gradient.elsewhere:
             gradient.clear()
             if self.loss_scale != 1.0 and not any(other.present or other.pending for other in self.gradients):

@@ -65,6 +65,8 @@ class HomeStream:
         for tensor in brought:
             for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (local(tensor),):
                 part.record_stream(home)
-        with torch.cuda.stream(home):
-            yield
-        here.wait_stream(home)
+        try:
+            with torch.cuda.stream(home):
+                yield
+        finally:
+            here.wait_stream(home)

@@ -52,7 +52,7 @@ class Sharing:
 
     def look(self, age: int, is_ours: Callable[[nn.Parameter], bool], name_of: Callable[[nn.Parameter], str]) -> None:
         """An edge. RuntimeError where a copy is not what plain PyTorch would have."""
-        if _tied:
+        if _tied.data:  # as the whole is called at each edge: no Python call to count them
             ours = [(param, known()) for param, known in list(_tied.items()) if is_ours(param)]
             for param, _ in ours:
                 del _tied[param]

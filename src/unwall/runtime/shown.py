@@ -14,6 +14,7 @@ backward brings a gradient.
 
 import sys
 from collections.abc import Iterable
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from unwall.shards.local import local_part_of
 if TYPE_CHECKING:
     from unwall.runtime.engine import Engine
 
+_grad_of = attrgetter("grad")
 _ASKS_NOBODY = nn.Parameter.__torch_function__
 
 
@@ -57,7 +59,7 @@ class Shown:
         marks, known, found = self._marks, self._engine.places, dict[Places, nn.Parameter]()
         for group, gradient in zip(self._engine.groups, self._engine.gradients, strict=True):
             params = group.params
-            for slot in gradient.present | gradient.pending | gradient.elsewhere:
+            for slot in gradient.known:
                 places = known.get(id(params[slot]))
                 if places is not None and places not in marks:
                     found[places] = params[slot]
@@ -114,9 +116,11 @@ class Shown:
 
     def adopt(self, but: nn.Parameter | None = None, begun: bool = False) -> None:
         """Takes what the user has made of ``.grad``. ``begun``: a backward has, and has brought the gradient of ``but``."""
-        cleared, given, made = [], [], self._made
+        cleared, given, made, params = [], [], self._made, self._params
         with torch._C.DisableTorchFunctionSubclass():
-            for places, param in self._params.items():
+            if len(self._marks) == len(params) and all(map(is_, map(_grad_of, params.values()), map(made.get, params))):
+                return  # as it mostly is: without a Python call for each of them
+            for places, param in params.items():
                 grad = param.grad
                 if grad is None:
                     if places in self._marks and param is not but:
@@ -205,11 +209,11 @@ class Shown:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _show(self, every: Iterable[tuple[Places, nn.Parameter]]) -> None:
-        marks, kept = self._marks, self._made
+        marks, kept, had, mark = self._marks, self._made, self._had, object()
         with torch._C.DisableTorchFunctionSubclass():
             for places, param in every:
-                mark = marks[places] = object()
-                self._had.add(places)
+                marks[places] = mark
+                had.add(places)
                 made = kept.get(places)
                 # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
                 if made is None or sys.getrefcount(made) > 3:

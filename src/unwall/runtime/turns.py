@@ -28,7 +28,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FrameType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -90,7 +90,10 @@ class Turn:
         self._alone = ranks == 1
         self._progress = progress
         self._pid = os.getpid()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0
+        """Threads that want to be told of a change."""
         self._thread: int | None = None
         self._what = ""
         self._during: FrameType | Callable[[], bool] | None = None
@@ -108,9 +111,10 @@ class Turn:
         """Waits for its turn. RuntimeError in a forked child, and where waiting would be in vain.
 
         ``during``: what the turn ends with, where ``end`` may not be called: see ``_is_over``."""
-        self._check_process(what)
+        if os.getpid() != self._pid:
+            self._refuse_process(what)
         me = threading.get_ident()
-        with interrupts.deferred, self._changed:
+        with interrupts.deferred, self._lock:
             if self._thread is not None and not self._is_over():
                 if self._thread == me or (backward and self._works_for_holder()):
                     self._nested += 1
@@ -129,7 +133,7 @@ class Turn:
 
     def end(self) -> None:
         """Nothing to do where another thread has found it over."""
-        with interrupts.deferred, self._changed:
+        with interrupts.deferred, self._lock:
             if self._thread is None:
                 return
             if not self._is_backward and self._thread != threading.get_ident() and not self._works_for_holder():
@@ -138,7 +142,8 @@ class Turn:
                 self._nested -= 1
                 return
             self._thread = self._during = None
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def held(self, what: str) -> "Held":
         """For ``with``: a turn around what is inside."""
@@ -153,12 +158,20 @@ class Turn:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return f"thread {names.get(self._thread, self._thread)!r} ({self._what})"
 
-    def _check_process(self, what: str) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"{what} in a forked child (process {os.getpid()}): the model was sharded in process {self._pid}, and the "
-                "threads that move its states are there. Use it there, or start processes with 'spawn' and shard one in each"
-            )
+    def _refuse_process(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} in a forked child (process {os.getpid()}): the model was sharded in process {self._pid}, and the "
+            "threads that move its states are there. Use it there, or start processes with 'spawn' and shard one in each"
+        )
+
+    def _look_again(self) -> None:
+        """Waits for a change, or a moment."""
+        self._waiting += 1
+        try:
+            self._changed.wait(_LOOK_SECONDS)
+        finally:
+            self._waiting -= 1
+        interrupts.check()
 
     def _is_over(self) -> bool:
         """Whether what began the turn has ended without saying so."""
@@ -185,8 +198,7 @@ class Turn:
         while self._is_backward and self._thread is not None and not self._is_over():
             if self._progress() != seen or time.monotonic() - since > GRACE_SECONDS:
                 return False
-            self._changed.wait(_LOOK_SECONDS)
-            interrupts.check()
+            self._look_again()
         return self._is_backward
 
     def _wait(self, what: str) -> None:
@@ -197,8 +209,7 @@ class Turn:
             )
         seen, since = self._progress(), time.monotonic()
         while self._thread is not None and not self._is_over():
-            self._changed.wait(_LOOK_SECONDS)
-            interrupts.check()
+            self._look_again()
             if self._progress() != seen:
                 seen, since = self._progress(), time.monotonic()
             elif time.monotonic() - since > PATIENCE_SECONDS:

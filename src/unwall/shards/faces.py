@@ -25,6 +25,7 @@ saved of it counts as overwritten. Where the update writes on the host, what the
 """
 
 from collections.abc import Callable, Sequence, Set
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -70,6 +71,8 @@ class Faces:
         item = layout.dtype.itemsize
         self._offsets = [slot.offset * item if slot.whole and slot.numel else -1 for slot in layout.slots]
         """In bytes, of what is shown of the flat buffer."""
+        self._known_addresses: tuple[int, list[int]] = (-1, [])
+        """Of a flat buffer that begins there. See ``_addresses``."""
 
     def show(self, slot: int, tensor: torch.Tensor) -> None:
         """The parameter is plain and shows ``tensor``."""
@@ -178,9 +181,10 @@ class Faces:
         """A pass uses the group, which is resident."""
         if self.is_open:
             return
-        for slot, param in enumerate(self._params):
-            if type(param) is self.away and self._layout.slots[slot].whole:
-                param.__class__ = self._plain
+        away, near, plain = self.away, self.near, self._plain
+        for param, slot, offset in zip(self._params, self._layout.slots, self._offsets, strict=True):
+            if type(param) is away and slot.whole:
+                param.__class__ = near if offset >= 0 else plain
         self.opened()
 
     def close(self, flat: torch.Tensor | None) -> None:
@@ -198,10 +202,21 @@ class Faces:
             self.before.clear()
             self.hide_all()
 
+    def _addresses(self, start: int) -> list[int]:
+        """Where the parameters are that show a flat buffer which begins there. None of them, where not all do."""
+        if self._known_addresses[0] != start:
+            whole = not self._spread and all(offset >= 0 for offset in self._offsets)
+            self._known_addresses = start, [start + offset for offset in self._offsets] if whole else []
+        return self._known_addresses[1]
+
     def _changed(self, flat: torch.Tensor) -> list[int]:
         if len(self._versions) != len(self._params):
             return []
         versions, start = _versions(self._params), flat.data_ptr()
+        if not self._lent and not self._outdated and versions == self._versions and (known := self._addresses(start)):
+            with torch._C.DisableTorchFunctionSubclass():
+                if list(map(_address, self._params)) == known:
+                    return []  # as it mostly is
         through_data = {slot for slot, tensor, version in self._lent if tensor._version != version}
         parts = [local(param) for param in self._params] if self._spread else self._params
         return [
@@ -213,9 +228,13 @@ class Faces:
         ]
 
 
+_address = torch.Tensor.data_ptr
+_version = attrgetter("_version")
+
+
 def _versions(params: Sequence[nn.Parameter]) -> list[int]:
     try:
-        return [param._version for param in params]
+        return list(map(_version, params))
     except RuntimeError:  # inference tensors count nothing
         return [0] * len(params)
 

@@ -128,6 +128,13 @@ class Gradient:
         return self.own.pending
 
     @property
+    def known(self) -> set[int]:
+        """Parameters with a gradient on some rank, reduced or not. Not to be changed."""
+        own = self.own
+        more = self.elsewhere or own.arrived or own.local_slots
+        return self.present | self.elsewhere | own.arrived | own.local_slots if more else self.present
+
+    @property
     def reducer(self) -> Reducer:
         """How it is summed over the ranks."""
         return self._reducer

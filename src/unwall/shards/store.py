@@ -197,6 +197,12 @@ class Store:
         self._changed |= write
         return self._staged.view(self.dtype)
 
+    def part(self, start: int, end: int) -> torch.Tensor:
+        """Some elements as they are in memory, for whoever has settled the group's states."""
+        if not isinstance(self._block, MemoryBlock):
+            raise RuntimeError(f"the {self.label} is on disk: take tensor()")
+        return self._block.view(self.dtype, end - start, start * self.dtype.itemsize)
+
     def go_back(self) -> None:
         """The staged tensor, if there is one, goes back to disk."""
         if self._staged is not None and self._changed:

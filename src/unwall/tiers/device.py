@@ -50,6 +50,17 @@ class DeviceTier:
             raise
         return block
 
+    def promise(self, nbytes: int, label: str = "") -> MemoryBlock:
+        """A block that is counted from now on, and whose memory comes with ``keep``."""
+        check_size(nbytes, self.name)
+        block = MemoryBlock(self.ledger, nbytes, label)
+        self.ledger.charge(block, nbytes, label)
+        return block
+
+    def keep(self, block: MemoryBlock, make: Callable[[], torch.Tensor]) -> None:
+        """What ``make`` gives is the memory of a block that was promised."""
+        block.fill(self._insist(lambda: make().view(torch.uint8)))
+
     @contextmanager
     def noting(self, nbytes: int, label: str) -> Iterator[None]:
         """Counts what operations inside take for themselves. Who calls it has made room; nothing is refused here."""
