@@ -553,3 +553,38 @@ def two_backwards(first, between, users):
 )
 def test_what_was_in_grad_before_another_ranks_gradient(ranks, first, between, users):
     assert ranks(2).run(two_backwards, first, between, users) == [True, True]
+
+
+def test_what_a_hook_has_cleared_in_a_second_backward_does_not_come_back():
+    """Autograd adds to the gradient that is shown, and a hook of the user's clears that before it is taken."""
+
+    def trained(start):
+        torch.manual_seed(0)
+        model, optimizer = start(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)))
+
+        def backward(number):
+            model(torch.linspace(-1, 1, 32).view(4, 8) * number).square().mean().backward()
+
+        def clear(param):
+            param.grad = None
+
+        for step in range(1, 4):
+            backward(step)
+            handle = model[0].weight.register_post_accumulate_grad_hook(clear)
+            backward(step + 1)
+            handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+            for number in (step + 2, step + 3):
+                backward(number)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    def sharded(model):
+        unwall.shard(model, Plan(compute_dtype=torch.float32))
+        return model, unwall.AdamW(model.parameters(), lr=1e-2)
+
+    found = trained(sharded)
+    for name, value in trained(lambda model: (model, torch.optim.AdamW(model.parameters(), lr=1e-2))).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)

@@ -218,7 +218,7 @@ class Shown:
                 # A HeldGrad that someone has kept stays what it was: gone. (Three: the dictionary, ``made``, the argument.)
                 if made is None or sys.getrefcount(made) > 3:
                     made = kept[places] = HeldGrad.make(self.access, places, marks)
-                made.mark, made.graph = mark, False
+                made.mark, made.graph, made.incoming = mark, False, None  # what came to one that was forgotten is not added
                 param.grad = made
 
     def _forget(self, every: list[Places]) -> None:
