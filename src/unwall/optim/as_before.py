@@ -2,7 +2,7 @@
 
 [Note: as before]
 Which slots of which groups an optimizer's parameters have, how often each was updated, which runs of elements are updated with
-the same numbers, in which tensors they lie: a step asks all that, of each parameter, and the answers are those of the step
+the same numbers, in which stores they lie: a step asks all that, of each parameter, and the answers are those of the step
 before until parameters, groups or states come, go or move. With a small model asking takes longer than the update. So each
 answer is kept beside what it was made of, and holds for as long as that is the same. It keeps no memory and no model: what is
 known of a group goes with the group, or when its states move, and tensors are not kept.
@@ -36,6 +36,7 @@ class _Known:
     """What is known of one group."""
 
     group: weakref.ref[Group]
+    """When that is gone, so is this."""
     slots: frozenset[int] = frozenset()
     """Of which ``counts`` and ``runs`` are."""
     asked: tuple[object, int] = (None, 0)

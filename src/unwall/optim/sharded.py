@@ -178,10 +178,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Clips this step's gradients to ``max_norm`` over all ranks and returns their norm. ``norm_type``: its order, any
         positive number or inf. The gradients are multiplied inside ``step``, or before someone looks at them."""
         order = check_order(norm_type)
-        for engine in self.engines():
+        engines = self.engines()
+        for engine in engines:
             engine.executor.note("clip_grad_norm_")
         self._clip_now()
-        engines = self.engines()
         norm = self._keep_norm(norm_of(measure(engines, self._complete(engines), order), order), self._inverse(engines))
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(

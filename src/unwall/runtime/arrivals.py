@@ -56,7 +56,7 @@ class Arrivals:
     ``shown`` takes what autograd brought out of ``.grad``. ``passes``: so many backwards before a step have room. ``arriving``
     is told of each group before a gradient of it is kept, and may refuse it. ``hand_out`` is called where whoever uses reduced
     gradients may be told of them. ``tasks``: the backwards that run; ``note_task`` is called in one that is not among them, and
-    ``complete`` where a group has all its gradients.
+    ``complete`` where a group has all its gradients. ``home_stream``: where gradients are copied and reduced.
     """
 
     def __init__(

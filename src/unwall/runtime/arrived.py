@@ -2,17 +2,20 @@
 
 import weakref
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
 from unwall.native import interrupts
 
+if TYPE_CHECKING:
+    from unwall.runtime.arrivals import Note
+
 
 class Takes(Protocol):
     """Who takes gradients: ``Arrivals``."""
 
-    noting: dict[int, Any]
+    noting: "dict[int, Note]"
 
     def note_arrival(self, param: nn.Parameter) -> bool: ...
 

@@ -15,7 +15,6 @@ fetched again, and what is not needed stays until something else needs the room.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from unwall.runtime import transforms
 from unwall.runtime.arrivals import Arrivals, ShownGrads
 from unwall.runtime.calls import Call
 from unwall.runtime.graph_task import GraphTask, GraphTasks, node_number
-from unwall.runtime.home_stream import HomeStream
+from unwall.runtime.home_stream import HomeStream, at_home
 from unwall.runtime.places import Place, Places
 from unwall.runtime.tile_gradients import TileGradients, Write
 from unwall.runtime.turns import Turn
@@ -133,15 +132,9 @@ class Backward:
 
     # -- what backward reads ------------------------------------------------------------------------------------------
 
+    @at_home
     def begins(self, call: Call) -> None:
         """The gradient of a call's output is known: its groups are read from now on."""
-        if self.home_stream.elsewhere:
-            with self.home_stream.visited():
-                self._begins(call)
-        else:
-            self._begins(call)
-
-    def _begins(self, call: Call) -> None:
         task = self._note_task()
         if self._open:
             self._close(task, node_number())
@@ -166,15 +159,9 @@ class Backward:
                 self._open_calls[index] -= 1
                 self._unpin_if_done(index)
 
+    @at_home
     def reading(self, index: int) -> None:
         """A group is about to be read that perhaps no hook has announced. See [Note: saved tensors] in runtime/saved.py."""
-        if self.home_stream.elsewhere:
-            with self.home_stream.visited():
-                self._reading(index)
-        else:
-            self._reading(index)
-
-    def _reading(self, index: int) -> None:
         task = _current_task()
         if task != -1:
             node, known = _current_node(), self._reads.get(task)
@@ -214,12 +201,12 @@ class Backward:
         if not self.awaiting[index] and self._open_calls[index] == 0:
             self._executor.pins.give_up(index)
 
+    @at_home
     def take_tile(self, param: nn.Parameter, place: Place, use: int, write: Write) -> None:
         """A part of a tile's gradient is known: ``write`` puts it into its place."""
-        with self.home_stream.visited() if self.home_stream.elsewhere else nullcontext():
-            self._note_task()
-            self.tiles.take(param, place, use, write, self.arrivals.sync)
-            self._hand_out()
+        self._note_task()
+        self.tiles.take(param, place, use, write, self.arrivals.sync)
+        self._hand_out()
 
     # -- its end ------------------------------------------------------------------------------------------------------
 
@@ -238,14 +225,8 @@ class Backward:
         return number
 
     @interrupts.defers
+    @at_home
     def _task_done(self, task: int) -> None:
-        if self.home_stream.elsewhere:
-            with self.home_stream.visited():
-                self._end_task(task)
-        else:
-            self._end_task(task)
-
-    def _end_task(self, task: int) -> None:
         self._tasks.pop(task, None)
         self._reads.pop(task, None)
         self._close(task, -1)

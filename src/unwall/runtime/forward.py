@@ -23,6 +23,7 @@ from unwall.runtime.backward import Backward
 from unwall.runtime.calls import Call, Frame, caller_of_hook, is_running
 from unwall.runtime.covered import Covered
 from unwall.runtime.follow import follow
+from unwall.runtime.home_stream import at_home
 from unwall.runtime.outputs import tensors_in
 from unwall.runtime.places import Place, Places
 from unwall.runtime.saved import SavedTensors
@@ -55,7 +56,7 @@ class Forward:
         self._backward = backward
         self._beginning = beginning
         self._turn = turn
-        self._home_stream = backward.home_stream
+        self.home_stream = backward.home_stream
         self.frames: list[Frame] = []
         """The calls on the stack."""
         self._handled = 0  # id of the exception in whose handler the outermost call was made
@@ -129,7 +130,7 @@ class Forward:
         if torch._C._current_graph_task_id() == -1:
             if not self._turn.is_mine(caller):
                 self._turn.begin("a forward", caller)
-            self._home_stream.settle()
+            self.home_stream.settle()
             self._forget_calls()
             with transforms.outside():
                 self._begin_pass()
@@ -296,15 +297,9 @@ class Forward:
             self._executor.begin_pass("a schedule")
         self.long += 1
 
+    @at_home
     def _read(self, frame: Frame, index: int) -> None:
         """Inside ``deferred``."""
-        if self._home_stream.elsewhere:
-            with self._home_stream.visited():
-                self._read_now(frame, index)
-        else:
-            self._read_now(frame, index)
-
-    def _read_now(self, frame: Frame, index: int) -> None:
         executor = self._executor
         if executor.stays[index]:
             executor.use_staying(index)

@@ -8,8 +8,10 @@ the engine from there *visits* home: home waits for all that those streams have 
 home, and the stream goes on after it. A model that stays at home pays one look for it.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -70,3 +72,27 @@ class HomeStream:
                 yield
         finally:
             here.wait_stream(home)
+
+
+class HasHome(Protocol):
+    """Who follows a model's passes."""
+
+    home_stream: HomeStream
+
+
+H = TypeVar("H", bound=HasHome)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def at_home(method: "Callable[Concatenate[H, P], R]") -> "Callable[Concatenate[H, P], R]":
+    """A method that works at home, from wherever it is called."""
+
+    @functools.wraps(method)
+    def visiting(self: H, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.home_stream.elsewhere:
+            with self.home_stream.visited():
+                return method(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return visiting
